@@ -13,7 +13,7 @@ use tokio::sync::{Notify, OnceCell};
 use crate::calls::limiter::key_counts::KeyCounts;
 use crate::calls::limiter::{QueueKey, Slot, SlotMembers};
 use crate::domain::call::{Call, Hold};
-use crate::domain::directory::usage_limits::{CallMembers, UsageLimitSet};
+use crate::domain::directory::usage_limits::{CallMembers, LimitKind, UsageLimitSet};
 use crate::domain::id::CallId;
 pub(crate) use rates::limit_error;
 pub use usage::LimitStatus;
@@ -223,13 +223,14 @@ impl OpenCalls {
         true
     }
 
-    /// Returns the state of every usage limit that applies.
+    /// Returns the state of every usage limit that applies to these kinds of members.
     pub(crate) fn limit_statuses(
         &self,
         members: &CallMembers<'_>,
+        kinds: &[LimitKind],
         now_ms: u64,
     ) -> Vec<LimitStatus> {
-        self.state.lock().usage.statuses(members, now_ms)
+        self.state.lock().usage.statuses(members, kinds, now_ms)
     }
 
     /// Counts a call against rate limits that was accepted before the start.

@@ -357,6 +357,7 @@ impl Runs {
         new: &RunRequest,
     ) -> Result<(), Error> {
         require_run_access(caller)?;
+        self.registry.catalog().check_caller_is_on(caller)?;
         self.check_run_capacity()?;
         let has_valid_length = (1..=255).contains(&new.model.len());
         if !has_valid_length || new.model.chars().any(char::is_control) {

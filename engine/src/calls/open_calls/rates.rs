@@ -29,15 +29,15 @@ impl Calls {
             return Vec::new();
         }
         let (open_calls, now_ms) = (&self.dispatcher.open_calls, self.core.now_ms());
-        let of = |tool| open_calls.limit_statuses(&CallMembers::of_request(caller, tool), now_ms);
-        let mut statuses = of(None);
-        let names: BTreeSet<String> = tools
-            .filter_map(|tool| catalog.resolve(caller, tool))
-            .map(|entry| entry.definition.name.clone())
-            .collect();
-        for tool in &names {
-            let is_of_tool = |status: &LimitStatus| status.member.kind == LimitKind::Tool;
-            statuses.extend(of(Some(tool.as_str())).into_iter().filter(is_of_tool));
+        let callers = [LimitKind::Agent, LimitKind::User, LimitKind::Project];
+        let members = CallMembers::of_request(caller, None);
+        let mut statuses = open_calls.limit_statuses(&members, &callers, now_ms);
+        let mut seen = BTreeSet::new();
+        for entry in tools.filter_map(|tool| catalog.resolve(caller, tool)) {
+            let members = CallMembers::of_request(caller, Some(&entry.definition.name));
+            if seen.insert(entry.definition.name.clone()) {
+                statuses.extend(open_calls.limit_statuses(&members, &[LimitKind::Tool], now_ms));
+            }
         }
         statuses
     }

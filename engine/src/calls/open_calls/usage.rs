@@ -10,18 +10,19 @@ use std::sync::Arc;
 
 use crate::domain::call::Call;
 use crate::domain::directory::usage_limits::{
-    CallMembers, LimitMember, LimitValues, RATE_WINDOW_MS, RateWindow, UsageLimitSet,
+    CallMembers, LimitKind, LimitMember, LimitValues, LimitsByKind, RATE_WINDOW_MS, RateWindow,
+    UsageLimitSet,
 };
 use crate::domain::tool::Executor;
 
-/// Number of windows above which those without calls are removed.
-const MIN_PRUNED_WINDOWS: usize = 1_024;
+/// Number of members above which those without usage are removed.
+const MIN_PRUNED_MEMBERS: usize = 1_024;
 
 /// Time after which a call over the limit of open calls can be tried again. The end of an open call
 /// cannot be foreseen.
 const OPEN_RETRY_MS: u64 = 1_000;
 
-type ByMember<T> = HashMap<LimitMember, T, foldhash::fast::RandomState>;
+type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
 /// The values of a limit that refuse calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +73,11 @@ pub struct LimitStatus {
 
 /// The usage that a call was counted with when it was accepted.
 pub(super) struct CountedUsage {
-    limited: Vec<(LimitMember, LimitValues)>,
+    project: String,
+    agent: String,
+    user: Option<String>,
+    tool: Option<String>,
+    limits: LimitsByKind,
     at_ms: u64,
     generation: u64,
     /// False once the call is stored: it counts against rates from then on.
@@ -83,15 +88,34 @@ impl CountedUsage {
     pub(super) fn keep_rate(&mut self) {
         self.returns_rate = false;
     }
+
+    fn members(&self) -> CallMembers<'_> {
+        CallMembers {
+            project: &self.project,
+            agent: &self.agent,
+            user: self.user.as_deref(),
+            tool: self.tool.as_deref(),
+        }
+    }
+}
+
+/// The usage of one member.
+#[derive(Default)]
+struct MemberUsage {
+    /// Calls of the last minute; set if the rate of the member is or was limited.
+    window: Option<RateWindow>,
+    /// Open calls, if their number is limited.
+    open: u32,
 }
 
 /// Usage by member.
 #[derive(Default)]
 pub(super) struct UsageCounts {
     limits: Arc<UsageLimitSet>,
-    windows: ByMember<RateWindow>,
-    open: ByMember<u32>,
-    /// Number of windows at which idle ones are removed.
+    /// By kind, project and name: lookups need no allocated key.
+    kinds: [ByName<ByName<MemberUsage>>; 4],
+    member_count: usize,
+    /// Number of members at which idle ones are removed.
     prune_at: usize,
     /// Increased when the open calls are counted anew.
     generation: u64,
@@ -108,81 +132,87 @@ impl UsageCounts {
         members: &CallMembers<'_>,
         now_ms: u64,
     ) -> Result<Option<Box<CountedUsage>>, Box<LimitExceeded>> {
-        let limited = self.limits.of_members(members);
-        if limited.is_empty() {
+        let limits = self.limits.of_members(members);
+        if limits.iter().all(|values| values.is_empty()) {
             return Ok(None);
         }
-        for (member, values) in &limited {
-            if let Some((quota, retry_after_ms)) = self.find_exceeded(member, *values, now_ms) {
-                let member = member.clone();
+        for (kind, name, values) in limited(members, &limits) {
+            if let Some((quota, retry_after_ms)) = self
+                .find(kind, members.project, name)
+                .and_then(|usage| usage.find_exceeded(values, now_ms))
+            {
+                let (project, name) = (members.project.to_owned(), name.to_owned());
+                let member = LimitMember { kind, project, name };
                 return Err(Box::new(LimitExceeded { member, quota, retry_after_ms }));
             }
         }
-        for (member, values) in &limited {
-            if values.per_minute.is_some() {
-                self.window(member, now_ms).record(now_ms, now_ms);
-            }
-            self.count_open(member, *values);
+        for (kind, name, values) in limited(members, &limits) {
+            self.update((kind, members.project, name), now_ms, |usage| {
+                if values.per_minute.is_some() {
+                    usage.window(now_ms).record(now_ms, now_ms);
+                }
+                usage.open += u32::from(values.max_open.is_some());
+            });
         }
-        let (generation, returns_rate) = (self.generation, true);
-        Ok(Some(Box::new(CountedUsage { limited, at_ms: now_ms, generation, returns_rate })))
+        Ok(Some(Box::new(CountedUsage {
+            project: members.project.to_owned(),
+            agent: members.agent.to_owned(),
+            user: members.user.map(str::to_owned),
+            tool: members.tool.map(str::to_owned),
+            limits,
+            at_ms: now_ms,
+            generation: self.generation,
+            returns_rate: true,
+        })))
     }
 
-    fn find_exceeded(
+    fn find(&mut self, kind: LimitKind, project: &str, name: &str) -> Option<&mut MemberUsage> {
+        self.kinds[kind as usize].get_mut(project)?.get_mut(name)
+    }
+
+    /// Changes the usage of a member. Only a new member allocates a key.
+    fn update(
         &mut self,
-        member: &LimitMember,
-        values: LimitValues,
+        (kind, project, name): (LimitKind, &str, &str),
         now_ms: u64,
-    ) -> Option<(LimitQuota, u64)> {
-        if let Some(limit) = values.per_minute {
-            let window = self.windows.get_mut(member);
-            let wait_ms = window.map_or(0, |window| window.wait_ms(limit, now_ms));
-            if wait_ms > 0 {
-                return Some((LimitQuota::PerMinute(limit), wait_ms));
-            }
+        change: impl FnOnce(&mut MemberUsage),
+    ) {
+        if let Some(usage) = self.find(kind, project, name) {
+            return change(usage);
         }
-        let limit = values.max_open?;
-        let open = self.open.get(member).copied().unwrap_or(0);
-        (open >= limit).then_some((LimitQuota::MaxOpen(limit), OPEN_RETRY_MS))
+        self.prune(now_ms);
+        self.member_count += 1;
+        let of_project = self.kinds[kind as usize].entry(project.to_owned()).or_default();
+        change(of_project.entry(name.to_owned()).or_default());
     }
 
-    fn window(&mut self, member: &LimitMember, now_ms: u64) -> &mut RateWindow {
-        if !self.windows.contains_key(member) {
-            if self.windows.len() >= self.prune_at.max(MIN_PRUNED_WINDOWS) {
-                self.windows.retain(|_, window| window.count(now_ms) > 0);
-                self.prune_at = self.windows.len() * 2;
-            }
-            self.windows.insert(member.clone(), RateWindow::at(now_ms));
+    /// Removes members without usage if there are many.
+    fn prune(&mut self, now_ms: u64) {
+        if self.member_count < self.prune_at.max(MIN_PRUNED_MEMBERS) {
+            return;
         }
-        self.windows.entry(member.clone()).or_insert_with(|| RateWindow::at(now_ms))
-    }
-
-    fn count_open(&mut self, member: &LimitMember, values: LimitValues) {
-        if values.max_open.is_some() {
-            *self.open.entry(member.clone()).or_default() += 1;
+        for of_project in self.kinds.iter_mut().flat_map(HashMap::values_mut) {
+            of_project.retain(|_, usage| !usage.is_idle(now_ms));
         }
-    }
-
-    fn discount_open(&mut self, member: &LimitMember) {
-        if let Some(count) = self.open.get_mut(member) {
-            *count = count.saturating_sub(1);
-            if *count == 0 {
-                self.open.remove(member);
-            }
-        }
+        let members = self.kinds.iter().flat_map(HashMap::values);
+        self.member_count = members.map(HashMap::len).sum();
+        self.prune_at = self.member_count * 2;
     }
 
     /// Takes back the usage of a call that ended or failed before it was among the open calls.
     pub(super) fn return_usage(&mut self, counted: &CountedUsage) {
-        for (member, values) in &counted.limited {
+        let members = counted.members();
+        let counts_open = counted.generation == self.generation;
+        for (kind, name, values) in limited(&members, &counted.limits) {
+            let Some(usage) = self.find(kind, members.project, name) else { continue };
             if counted.returns_rate
                 && values.per_minute.is_some()
-                && let Some(window) = self.windows.get_mut(member)
+                && let Some(window) = &mut usage.window
             {
                 window.remove(counted.at_ms);
             }
-            if counted.generation == self.generation && values.max_open.is_some() {
-                self.discount_open(member);
+            if counts_open && values.max_open.is_some() {
+                usage.open = usage.open.saturating_sub(1);
             }
         }
     }
@@ -194,8 +224,13 @@ impl UsageCounts {
         if is_counted || !counts(call) || self.limits.is_empty() {
             return;
         }
-        for (member, values) in self.limits.clone().of_members(&call.into()) {
-            self.count_open(&member, values);
+        let members = CallMembers::from(call);
+        let limits = self.limits.of_members(&members);
+        for (kind, name, values) in limited(&members, &limits) {
+            if values.max_open.is_some() {
+                // The time matters to idle members only, and this one is not.
+                self.update((kind, members.project, name), 0, |usage| usage.open += 1);
+            }
         }
     }
 
@@ -204,9 +239,13 @@ impl UsageCounts {
         if self.limits.is_empty() || !counts(call) {
             return;
         }
-        for (member, values) in self.limits.clone().of_members(&call.into()) {
-            if values.max_open.is_some() {
-                self.discount_open(&member);
+        let members = CallMembers::from(call);
+        let limits = self.limits.of_members(&members);
+        for (kind, name, values) in limited(&members, &limits) {
+            if values.max_open.is_some()
+                && let Some(usage) = self.find(kind, members.project, name)
+            {
+                usage.open = usage.open.saturating_sub(1);
             }
         }
     }
@@ -220,25 +259,42 @@ impl UsageCounts {
     ) {
         self.limits = limits;
         self.generation += 1;
-        self.open.clear();
+        let members = self.kinds.iter_mut().flat_map(HashMap::values_mut);
+        members.flat_map(HashMap::values_mut).for_each(|usage| usage.open = 0);
         open_calls.for_each(|call| self.add_open_call(&call, None));
     }
 
     /// Adds a call that was accepted before the start.
     pub(super) fn restore_rate(&mut self, members: &CallMembers<'_>, at_ms: u64, now_ms: u64) {
-        for (member, values) in self.limits.clone().of_members(members) {
+        let limits = self.limits.of_members(members);
+        for (kind, name, values) in limited(members, &limits) {
             if values.per_minute.is_some() {
-                self.window(&member, now_ms).record(at_ms, now_ms);
+                self.update((kind, members.project, name), now_ms, |usage| {
+                    usage.window(now_ms).record(at_ms, now_ms);
+                });
             }
         }
     }
 
-    /// Returns the state of every limit that applies.
-    pub(super) fn statuses(&mut self, members: &CallMembers<'_>, now_ms: u64) -> Vec<LimitStatus> {
+    /// Returns the state of every limit that applies to these kinds of members.
+    pub(super) fn statuses(
+        &mut self,
+        members: &CallMembers<'_>,
+        kinds: &[LimitKind],
+        now_ms: u64,
+    ) -> Vec<LimitStatus> {
         let mut statuses = Vec::new();
-        for (member, values) in self.limits.clone().of_members(members) {
+        let limits = self.limits.of_members(members);
+        for (kind, name, values) in limited(members, &limits) {
+            if !kinds.contains(&kind) {
+                continue;
+            }
+            let (project, owned) = (members.project.to_owned(), name.to_owned());
+            let member = LimitMember { kind, project, name: owned };
+            let usage = self.find(kind, members.project, name);
+            let open = usage.as_ref().map_or(0, |usage| usage.open);
+            let window = usage.and_then(|usage| usage.window.as_mut());
             if let Some(quota) = values.per_minute {
-                let window = self.windows.get_mut(&member);
                 let (used, wait_ms) = window.map_or((0, None), |window| {
                     let used = window.count(now_ms);
                     (used, (used > 0).then(|| window.wait_ms(used.min(quota), now_ms)))
@@ -252,19 +308,46 @@ impl UsageCounts {
                 });
             }
             if let Some(quota) = values.max_open {
-                let used = self.open.get(&member).copied().unwrap_or(0);
-                let remaining = quota.saturating_sub(used);
-                statuses.push(LimitStatus {
-                    member,
-                    quota,
-                    window_s: None,
-                    remaining,
-                    reset_s: None,
-                });
+                let remaining = quota.saturating_sub(open);
+                let (window_s, reset_s) = (None, None);
+                statuses.push(LimitStatus { member, quota, window_s, remaining, reset_s });
             }
         }
         statuses
     }
+}
+
+impl MemberUsage {
+    fn window(&mut self, now_ms: u64) -> &mut RateWindow {
+        self.window.get_or_insert_with(|| RateWindow::at(now_ms))
+    }
+
+    fn find_exceeded(&mut self, values: LimitValues, now_ms: u64) -> Option<(LimitQuota, u64)> {
+        if let (Some(limit), Some(window)) = (values.per_minute, &mut self.window) {
+            let wait_ms = window.wait_ms(limit, now_ms);
+            if wait_ms > 0 {
+                return Some((LimitQuota::PerMinute(limit), wait_ms));
+            }
+        }
+        let limit = values.max_open?;
+        (self.open >= limit).then_some((LimitQuota::MaxOpen(limit), OPEN_RETRY_MS))
+    }
+
+    fn is_idle(&mut self, now_ms: u64) -> bool {
+        let window = self.window.as_mut();
+        self.open == 0 && window.is_none_or(|window| window.count(now_ms) == 0)
+    }
+}
+
+/// Iterates over the members of a call that have a limit.
+fn limited<'a>(
+    members: &'a CallMembers<'_>,
+    limits: &'a LimitsByKind,
+) -> impl Iterator<Item = (LimitKind, &'a str, LimitValues)> {
+    LimitKind::ALL.into_iter().zip(limits).filter_map(|(kind, values)| {
+        let name = members.name(kind).filter(|_| !values.is_empty())?;
+        Some((kind, name, *values))
+    })
 }
 
 /// Returns true if limits apply to a call. Those that their callers execute are only recorded.

@@ -158,7 +158,8 @@ impl<'a> CallMembers<'a> {
         Self { project: &caller.project, agent: &caller.agent, user, tool }
     }
 
-    fn name(&self, kind: LimitKind) -> Option<&'a str> {
+    /// Returns the name of the member of this kind, if the call has one.
+    pub fn name(&self, kind: LimitKind) -> Option<&'a str> {
         match kind {
             LimitKind::Agent => Some(self.agent),
             LimitKind::User => self.user,
@@ -196,6 +197,9 @@ impl KindLimits {
 
 fn find_values(values: &ValuesByName, name: &str) -> LimitValues {
     let exact = values.get(name).copied().unwrap_or_default();
+    if exact.per_minute.is_some() && exact.max_open.is_some() && exact.max_parallel.is_some() {
+        return exact;
+    }
     exact.or(values.get(EVERY_MEMBER).copied().unwrap_or_default())
 }
 
@@ -246,23 +250,30 @@ impl UsageLimitSet {
         let limits = &self.kinds[kind as usize];
         let project = if kind == LimitKind::Project { "" } else { project };
         let stored = limits.by_project.get(project).map(|values| find_values(values, name));
-        stored.unwrap_or_default().stricter(find_values(&limits.configured, name))
+        let stored = stored.unwrap_or_default();
+        match limits.configured.is_empty() {
+            true => stored,
+            false => stored.stricter(find_values(&limits.configured, name)),
+        }
     }
 
-    /// Returns every member of a call that has a limit, with its values.
-    pub fn of_members(&self, members: &CallMembers<'_>) -> Vec<(LimitMember, LimitValues)> {
-        if self.is_empty() {
-            return Vec::new();
+    /// Returns the values that apply to each member of a call, by kind. Empty values stand for no
+    /// limit and for no such member.
+    pub fn of_members(&self, members: &CallMembers<'_>) -> LimitsByKind {
+        let mut all = LimitsByKind::default();
+        for kind in LimitKind::ALL {
+            if let Some(name) = members.name(kind)
+                && !self.kinds[kind as usize].is_empty()
+            {
+                all[kind as usize] = self.find(kind, members.project, name);
+            }
         }
-        let limited = LimitKind::ALL.into_iter().filter_map(|kind| {
-            let name = members.name(kind).filter(|_| !self.kinds[kind as usize].is_empty())?;
-            let values = self.find(kind, members.project, name);
-            let (project, name) = (members.project.to_owned(), name.to_owned());
-            (!values.is_empty()).then(|| (LimitMember { kind, project, name }, values))
-        });
-        limited.collect()
+        all
     }
 }
+
+/// The values for one member of each kind, in the order of [`LimitKind::ALL`].
+pub type LimitsByKind = [LimitValues; 4];
 
 /// Length of the window of a rate limit.
 pub const RATE_WINDOW_MS: u64 = 60_000;
@@ -374,10 +385,9 @@ mod tests {
         assert_eq!(agent("q", "bob"), LimitValues::default());
         assert_eq!(agent("q", "ada"), per_minute(40), "the configuration holds everywhere");
         let members = CallMembers { project: "p", agent: "bob", user: None, tool: Some("t") };
-        let kinds: Vec<_> =
-            limits.of_members(&members).into_iter().map(|(member, _)| member.kind).collect();
-        assert_eq!(kinds, [LimitKind::Agent, LimitKind::Project]);
-        assert!(UsageLimitSet::new(&[], &[]).of_members(&members).is_empty());
+        let none = LimitValues::default();
+        assert_eq!(limits.of_members(&members), [per_minute(60), none, none, per_minute(100)]);
+        assert_eq!(UsageLimitSet::new(&[], &[]).of_members(&members), [none; 4]);
     }
 
     #[test]
