@@ -32,6 +32,8 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use client::{ApiClient, DEFAULT_SERVER, url_of_listen_address};
 use failure::{CommandFailure, exit};
 use output::Output;
+use toolcrib::domain::directory::audit::RequestOrigin;
+use toolcrib::registry::audit;
 
 use crate::config::{Config, ConfigOverrides};
 
@@ -43,6 +45,7 @@ Examples:
   toolcrib calls --status failed --since 1h         what went wrong in the last hour
   toolcrib run --model demo 'What is 6 * 7?'        ask a model, and see its calls happen
   toolcrib watch                                    see calls as they happen
+  toolcrib keys create --agent operator --role admin
   toolcrib keys create --agent ada --allow 'weather.*'
   toolcrib doctor                                   is everything all right?
 
@@ -113,13 +116,15 @@ Examples:
     Utp(utp::UtpArgs),
     /// List webhook deliveries, repeat one, or generate a signing key
     Webhooks(webhooks::WebhooksArgs),
-    /// Create, list and revoke keys
+    /// Create, list, rotate and revoke keys
     Keys(admin::KeysArgs),
+    /// Make, list and revoke session tokens, which narrow a key
+    Tokens(admin::TokensArgs),
     /// Allow an agent to call tools
     Allow(admin::AllowDenyArgs),
     /// Deny an agent tools; deny takes precedence over allow
     Deny(admin::AllowDenyArgs),
-    /// List or remove rules
+    /// List, set, apply, explain and rehearse access rules
     Rules(admin::RulesArgs),
     /// List, set or remove limits on the calls of agents, users, tools and projects
     Limits(admin::limits::LimitsArgs),
@@ -377,7 +382,7 @@ async fn run(ready: ParsedCommand) -> u8 {
         command => tokio::select! {
             // Poll the command first: one that handles the interrupt itself reports it.
             biased;
-            outcome = dispatch(&context, command) => outcome,
+            outcome = audit::with_origin(command_origin(), dispatch(&context, command)) => outcome,
             // Dropping the command closes its connections and ends its child processes.
             _ = tokio::signal::ctrl_c() => Err(CommandFailure::interrupted()),
         },
@@ -389,6 +394,11 @@ async fn run(ready: ParsedCommand) -> u8 {
             failure.exit
         }
     }
+}
+
+/// Returns the origin of changes that a command makes in a data directory.
+fn command_origin() -> RequestOrigin {
+    RequestOrigin { transport: Some("command".to_owned()), ..RequestOrigin::default() }
 }
 
 async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), CommandFailure> {
@@ -403,6 +413,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Utp(args) => utp::run(context, args).await,
         CliCommand::Webhooks(args) => webhooks::run(context, args).await,
         CliCommand::Keys(args) => admin::keys(context, args).await,
+        CliCommand::Tokens(args) => admin::tokens(context, args).await,
         CliCommand::Allow(args) => {
             admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Allow)
                 .await

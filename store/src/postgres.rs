@@ -368,20 +368,16 @@ impl Store for PostgresStore {
         self.write(input, |writer, input| Box::pin(directory::apply_change(writer, input))).await
     }
 
-    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(entry, |writer, entry| Box::pin(directory::append_audit_entry(writer, entry)))
-            .await
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        self.write(at_ms, |writer, at_ms| Box::pin(directory::record_time(writer, at_ms))).await
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        let session = self.pool.acquire().await?;
-        directory::list_audit_entries(&session, project.as_deref(), limit)
-            .await
-            .map_err(SessionError::into_store_error)
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.append_audit(entry).await
+    }
+
+    fn audit(&self) -> &dyn toolcrib::ports::store::audit::AuditStore {
+        self
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {
@@ -390,6 +386,10 @@ impl Store for PostgresStore {
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
+        self
+    }
+
+    fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
         self
     }
 

@@ -323,19 +323,17 @@ impl Store for SqliteStore {
         .await
     }
 
-    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(move |writer| directory::insert_audit_entry(writer.connection()?, &entry)).await
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        self.write(move |writer| directory::record_time(writer.connection()?, at_ms)).await
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        self.read(move |connection| {
-            directory::list_audit_entries(connection, project.as_deref(), limit)
-        })
-        .await
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.write(move |writer| directory::audit::insert_audit_entry(writer.connection()?, &entry))
+            .await
+    }
+
+    fn audit(&self) -> &dyn toolcrib::ports::store::audit::AuditStore {
+        self
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {
@@ -356,6 +354,10 @@ impl Store for SqliteStore {
     }
 
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
+        self
+    }
+
+    fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
         self
     }
 

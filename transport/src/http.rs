@@ -29,10 +29,11 @@ mod rate_limit_headers;
 mod v1;
 mod wait_param;
 mod wire;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, Request};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use docs::BearerSecurity;
@@ -45,17 +46,20 @@ pub(crate) use problem::problem_response;
 use problem::problem_with_status;
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::registry::audit;
 use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
 use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 pub use v1::{
-    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+    AuditBody, AuditVerificationBody, KeyBody, NewKeyBody, OauthCallback, SessionTokenBody,
+    SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
-use crate::auth::OriginPolicy;
+use crate::auth::{CredentialWatch, OriginPolicy};
 use crate::stream_limiter::StreamPermit;
 
 /// The axum state of every HTTP handler.
@@ -203,10 +207,31 @@ fn panic_response(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
 const REQUEST_ID: &str = "x-request-id";
 
 /// Returns the router's response.
-pub async fn call_router(mut router: Router, request: Request) -> Response {
-    match router.call(request).await {
-        Ok(answer) => answer,
+///
+/// A response that takes long, or is sent in parts, ends when the credentials of its request are
+/// revoked, expire or are narrowed.
+pub async fn call_router(mut router: Router, mut request: Request) -> Response {
+    let watch = CredentialWatch::default();
+    request.extensions_mut().insert(watch.clone());
+    let answer = tokio::select! {
+        biased;
+        answer = router.call(request) => answer,
+        error = watch.clone().wait_until_invalid() => return error_response(error),
+    };
+    match answer {
+        Ok(answer) => watch.limit_response(answer),
         Err(never) => match never {},
+    }
+}
+
+/// Returns the origin of a request for the audit log.
+fn request_origin(request: &Request, id: &HeaderValue) -> RequestOrigin {
+    let is_mcp = request.uri().path().starts_with("/mcp");
+    let peer = request.extensions().get::<ConnectInfo<SocketAddr>>();
+    RequestOrigin {
+        transport: Some(if is_mcp { "mcp" } else { "http" }.to_owned()),
+        peer: peer.map(|ConnectInfo(address)| address.ip().to_string()),
+        request_id: id.to_str().ok().map(str::to_owned),
     }
 }
 
@@ -224,7 +249,9 @@ where
     });
     let trace = crate::http::extract::traceparent(request.headers());
     let asked = request.uri().clone();
-    let answered = std::panic::AssertUnwindSafe(answer(request)).catch_unwind().await;
+    let origin = request_origin(&request, &id);
+    let answering = std::panic::AssertUnwindSafe(answer(request)).catch_unwind();
+    let answered = audit::with_origin(origin, answering).await;
     let mut answer = match answered {
         Ok(answer) => answer,
         Err(panic) => panic_response(panic),

@@ -21,6 +21,7 @@ use crate::calls::request::{
     CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
 };
 use crate::calls::speculative_read::{RunningSpeculation, Speculation, SpeculationResult};
+use crate::domain::access_rules::{AccessDecision, RuleAction};
 use crate::domain::call::elicitation::Elicitation;
 use crate::domain::call::{Call, Hold, Origin, Status};
 use crate::domain::caller::Caller;
@@ -32,6 +33,7 @@ use crate::lifecycle::{self, Action, Event, Transition};
 use crate::ports::core::from_store_error;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
+use crate::registry::AccessRequest;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 use crate::rejoin::{PendingDelivery, request_digest};
 
@@ -110,7 +112,8 @@ impl Calls {
         if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != request.tool) {
             request.tool.clone_from(&tool.definition.name);
         }
-        self.registry.authorize_call(&catalog, caller, &request.tool).await?;
+        // Before the arguments are validated, so that a denied caller learns nothing about the tool.
+        let decision = self.authorize_unvalidated(&catalog, caller, &request).await?;
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;
         }
@@ -130,6 +133,11 @@ impl Calls {
             Ok(drafted) => drafted,
             Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
         };
+        let decision = match catalog.decides_by_arguments(&call.project) {
+            true => decide_call(&catalog, caller, &call),
+            false => decision,
+        };
+        self.registry.enforce_decision(caller, &call.tool_name, decision).await?;
         if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
         }
@@ -161,7 +169,35 @@ fn check_is_on(
     }
 }
 
+/// Decides about a call whose arguments are validated.
+fn decide_call(catalog: &Catalog, caller: &Caller, call: &Call) -> AccessDecision {
+    let request = AccessRequest {
+        args: Some(&call.target.args),
+        run_id: Some(&call.run_id),
+        now_ms: call.created_ms,
+        ..AccessRequest::named(&call.tool_name)
+    };
+    catalog.authorize(caller, RuleAction::Invoke, &request)
+}
+
 impl Calls {
+    /// Decides about a request whose arguments are not validated. Refuses it if no arguments can
+    /// make it allowed.
+    async fn authorize_unvalidated(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        request: &CallRequest,
+    ) -> Result<AccessDecision, Error> {
+        let access =
+            AccessRequest { run_id: Some(&request.run_id), ..AccessRequest::named(&request.tool) };
+        let decision = catalog.authorize(caller, RuleAction::Invoke, &access);
+        if decision.is_denied() {
+            self.registry.enforce_decision(caller, &request.tool, decision.clone()).await?;
+        }
+        Ok(decision)
+    }
+
     /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.
     async fn prepare_schemas(&self, catalog: &Catalog, caller: &Caller, tool: &Arc<Compiled>) {
         let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
@@ -199,9 +235,6 @@ impl Calls {
             args: request.args,
             fallbacks: Vec::new(),
             origin: Origin {
-                agent: caller.agent.clone(),
-                subject_to_rules: !caller.is_exempt_from_rules() && !caller.may_administer(),
-                attributes: caller.attributes.clone(),
                 caller_call_id: request.call_id,
                 client_id: request.client_id,
                 user_id: request.user_id,
@@ -210,7 +243,7 @@ impl Calls {
                 background: definition.background,
                 route: request.route,
                 callback_url: request.callback_url,
-                predecessor: None,
+                ..Origin::from_caller(caller)
             },
             max_retries: match target.traits.retries {
                 true => request.retry.unwrap_or(policy.max_retries),

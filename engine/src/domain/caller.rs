@@ -108,22 +108,51 @@ impl FromStr for RoleSet {
 }
 
 /// The method that authenticated the caller.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AuthMethod {
     /// A key: the project's rules decide which tools it may call.
     Key,
     /// The embedding program, a command on the data directory, or the bearer of the operator token:
     /// may call and administer everything.
+    #[default]
     Local,
-    /// None: the server has no keys. May call everything, but administers nothing, because any
-    /// local user and any page in a browser can send such a request.
+    /// None: the server has no keys. May call everything that no rule denies, but administers
+    /// nothing, because any local user and any page in a browser can send such a request.
     Anonymous,
+}
+
+impl AuthMethod {
+    /// Every method.
+    pub const ALL: [Self; 3] = [Self::Key, Self::Local, Self::Anonymous];
+
+    /// Returns the name under which calls store the method.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Key => "key",
+            Self::Local => "local",
+            Self::Anonymous => "anonymous",
+        }
+    }
+
+    /// Returns the method with this name.
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|method| method.as_str() == text)
+    }
 }
 
 /// Authenticates callers by credentials other than Toolcrib's keys, such as an issuer's tokens.
 pub trait Authenticator: Send + Sync + 'static {
     /// Returns the bearer of this token, or `None` if the token is not valid.
-    fn authenticate(&self, token: &str) -> Option<Caller>;
+    fn authenticate(&self, token: &str) -> Option<AuthenticatedCaller>;
+}
+
+/// A caller with the end of its credentials.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuthenticatedCaller {
+    /// The bearer of the credentials.
+    pub caller: Caller,
+    /// Time from which the credentials are no longer valid, in Unix milliseconds.
+    pub expires_ms: Option<u64>,
 }
 
 /// Agent name of local callers.
@@ -154,6 +183,13 @@ pub struct CallerAttributes {
     /// Id of the key or session token, `key_…` or `st_…`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub credential: Option<String>,
+}
+
+impl CallerAttributes {
+    /// Returns true if there are none.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// The authenticated requester of an operation.
@@ -198,9 +234,16 @@ impl Caller {
         Self { auth_method: AuthMethod::Anonymous, ..Self::local(project) }
     }
 
-    /// Returns true if the access rules do not concern this caller: it has no key.
+    /// Returns true if the access rules do not concern this caller: it is the operator or the
+    /// embedding program.
     pub fn is_exempt_from_rules(&self) -> bool {
-        self.auth_method != AuthMethod::Key
+        self.auth_method == AuthMethod::Local
+    }
+
+    /// Returns true if this caller may do only what a rule allows. Rules that deny or ask hold for
+    /// other callers as well.
+    pub fn needs_allowing_rule(&self) -> bool {
+        self.auth_method == AuthMethod::Key && !self.may_administer()
     }
 
     /// Returns true if this caller may use every project, and not only its own.
@@ -216,6 +259,34 @@ impl Caller {
     /// Returns true if this caller may provide tools and report results.
     pub fn may_provide(&self) -> bool {
         self.roles.contains(Role::Provider) || self.may_administer()
+    }
+
+    /// Returns true if this caller may see and decide approvals.
+    pub fn may_approve(&self) -> bool {
+        self.roles.contains(Role::Approver) || self.may_administer()
+    }
+
+    /// Returns true if this caller may read keys, rules and the audit log.
+    pub fn may_audit(&self) -> bool {
+        self.roles.contains(Role::Auditor) || self.may_administer()
+    }
+
+    /// Returns true if this caller may read every call of its project, and not only its own.
+    pub fn may_read_all_calls(&self) -> bool {
+        self.may_audit() || self.may_approve()
+    }
+
+    /// Returns the name under which this caller stores what belongs to it alone, such as
+    /// idempotency keys: its agent name, followed by the user and the session that it acts for, so
+    /// that two users of one key never share anything.
+    pub fn owner_name(&self) -> String {
+        let CallerAttributes { user, session, .. } = &*self.attributes;
+        if user.is_none() && session.is_none() {
+            return self.agent.clone();
+        }
+        // No name contains a control character.
+        let text = |name: &Option<String>| name.clone().unwrap_or_default();
+        format!("{}\u{1f}{}\u{1f}{}", self.agent, text(user), text(session))
     }
 
     /// Returns true if this caller has access to everything in its project. Keys, rules, upstreams

@@ -47,6 +47,7 @@ pub struct EngineBuilder {
     limits: EngineLimits,
     policies: ExecutionPolicies,
     retention_ms: Option<u64>,
+    audit_retention_ms: Option<u64>,
     publishes_outbox: bool,
     has_result_read: bool,
     webhook_sender: Option<Arc<dyn WebhookSender>>,
@@ -164,6 +165,12 @@ impl EngineBuilder {
         self
     }
 
+    /// Sets the time after which audit entries are deleted. By default they are never deleted.
+    pub fn audit_retention_ms(mut self, retention_ms: u64) -> Self {
+        self.audit_retention_ms = Some(retention_ms);
+        self
+    }
+
     /// Declares that a publisher drains the outbox. Only then are wake-ups written to it.
     pub fn publishes_outbox(mut self, publishes: bool) -> Self {
         self.publishes_outbox = publishes;
@@ -185,7 +192,7 @@ impl EngineBuilder {
 
     /// Builds an engine that adopts the store's open calls and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
-        let retention_ms = self.retention_ms;
+        let (retention_ms, audit_retention_ms) = (self.retention_ms, self.audit_retention_ms);
         engine_metrics::register_counters();
         let engine = self.build_idle().await?;
         // Before the first request, which may repeat one that an earlier process received.
@@ -193,6 +200,10 @@ impl EngineBuilder {
         engine.calls.restore_rates().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
         spawn_reconcilers(&engine, retention_ms);
+        if let Some(retention_ms) = audit_retention_ms {
+            let pruning = maintenance::audit_retention::run(engine.core.clone(), retention_ms);
+            engine.core.tasks.spawn(pruning);
+        }
         Ok(engine)
     }
 
@@ -318,6 +329,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
+    tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));

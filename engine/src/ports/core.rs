@@ -17,7 +17,7 @@ use crate::domain::directory::usage_limits::ConfiguredLimit;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::retry::{ExecutionPolicy, ExecutionPolicyPatch};
-use crate::domain::tool::Fallback;
+use crate::domain::tool::{Fallback, Risk};
 
 /// Limits on everything that can grow without bound.
 #[derive(Debug, Clone)]
@@ -91,6 +91,8 @@ pub struct ToolOverride {
     pub policy: ExecutionPolicyPatch,
     /// Fallback tools, in order; an empty list leaves those of the definition.
     pub fallback: Vec<Fallback>,
+    /// Risk in place of the definition's.
+    pub risk: Option<Risk>,
 }
 
 /// Ports, limits and identity, shared by all parts of one engine.

@@ -12,20 +12,21 @@ use std::sync::{Arc, OnceLock};
 use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
-use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role, RoleSet};
+use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
 use crate::domain::directory::kill_switches::KillSwitchSet;
 use crate::domain::directory::usage_limits::{ConfiguredLimit, UsageLimitSet};
-use crate::domain::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
-};
+use crate::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
 use crate::domain::tool::args::ArgumentRules;
-use crate::domain::tool::{ToolDefinition, check_tool_name};
+use crate::domain::tool::{Risk, ToolDefinition, check_tool_name};
 use crate::ports::bus::Topic;
-use crate::ports::core::from_store_error;
+use crate::ports::clock::Clock;
+use crate::ports::core::{ExecutionPolicies, from_store_error};
 use crate::ports::store::SaveResult;
+use crate::registry::credentials::CredentialIndex;
+use crate::registry::rules::index::RuleIndex;
 use crate::registry::{Registry, model_tool_names};
 use crate::schema::{self, CompileBudget, Schema};
 
@@ -33,7 +34,7 @@ use crate::schema::{self, CompileBudget, Schema};
 pub const RESULT_READ: &str = "result.read";
 
 /// A tool with its compiled schemas, ready to be called.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct CatalogEntry {
     /// The tool's definition as registered.
     pub definition: ToolDefinition,
@@ -45,6 +46,8 @@ pub struct CatalogEntry {
     pub output_schema: Option<Schema>,
     /// Argument rules of the definition.
     pub rules: Option<ArgumentRules>,
+    /// Risk of the tool: the operator's value, else the definition's.
+    pub risk: Risk,
 }
 
 impl CatalogEntry {
@@ -79,6 +82,7 @@ impl CatalogEntry {
         let output = output.map_err(|error| refused("output_schema", error))?;
         Ok(Self {
             version: definition.version(),
+            risk: definition.risk,
             definition,
             input_schema: input,
             output_schema: output,
@@ -93,6 +97,7 @@ impl CatalogEntry {
         let output = definition.output_schema.clone();
         Self {
             version: definition.version(),
+            risk: definition.risk,
             input_schema: Schema::deferred(project, executed),
             output_schema: output.map(|schema| Schema::deferred(project, schema)),
             rules,
@@ -136,12 +141,17 @@ pub struct Catalog {
     clients_offering: ProjectMap<Vec<String>>,
     /// Position of each client in the directory.
     client_positions: ProjectMap<usize>,
-    keys: HashMap<String, ApiKey>,
+    pub(super) credentials: CredentialIndex,
     /// Project and agent of the active keys whose requests never join an earlier call.
     agents_without_rejoin: HashSet<(String, String)>,
     pub(super) directory: Directory,
     limits: Arc<UsageLimitSet>,
     switches: Arc<KillSwitchSet>,
+    pub(super) rules: RuleIndex,
+    /// Risks that the operator set, by tool.
+    risks: Arc<HashMap<String, Risk>>,
+    /// Tells the time to conditions of rules.
+    pub(super) clock: Option<Arc<dyn Clock>>,
     /// Tools by the names that models use. Built at the first lookup by such a name.
     by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
 }
@@ -151,9 +161,26 @@ impl Catalog {
         Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
-    /// Adds the limits of the configuration to the first version, which has no stored ones.
-    pub(super) fn with_limits(self, configured: &[ConfiguredLimit]) -> Self {
-        Self { limits: Arc::new(UsageLimitSet::new(&[], configured)), ..self }
+    /// Sets the clock of conditions, the risks that the operator set for tools, and the usage limits
+    /// of the configuration.
+    pub(crate) fn with_settings(self, clock: Arc<dyn Clock>, policies: &ExecutionPolicies) -> Self {
+        let tools = policies.tools.iter();
+        let risks = tools.filter_map(|(name, over)| Some((name.clone(), over.risk?))).collect();
+        let limits = Arc::new(UsageLimitSet::new(&[], &policies.limits));
+        let mut next = Self { clock: Some(clock), risks: Arc::new(risks), limits, ..self };
+        let shared = std::mem::take(&mut next.shared_tools).into_iter();
+        next.shared_tools = shared.map(|(name, entry)| (name, next.with_risk(entry))).collect();
+        next
+    }
+
+    /// Returns the entry with the risk that the operator set for its tool.
+    fn with_risk(&self, entry: Arc<CatalogEntry>) -> Arc<CatalogEntry> {
+        match self.risks.get(&entry.definition.name) {
+            Some(risk) if *risk != entry.risk => {
+                Arc::new(CatalogEntry { risk: *risk, ..entry.as_ref().clone() })
+            }
+            _ => entry,
+        }
     }
 
     /// Builds the next version and reuses existing entries, and those that a request has just
@@ -166,7 +193,13 @@ impl Catalog {
     ) -> Self {
         let compiled: HashMap<&str, &Arc<CatalogEntry>> =
             compiled.iter().map(|entry| (entry.definition.name.as_str(), entry)).collect();
-        let mut next = Self { shared_tools: self.shared_tools.clone(), ..Self::default() };
+        let mut next = Self {
+            shared_tools: self.shared_tools.clone(),
+            rules: self.rules.rebuild(&directory.rules),
+            risks: self.risks.clone(),
+            clock: self.clock.clone(),
+            ..Self::default()
+        };
         for definition in &directory.tools {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
@@ -179,6 +212,7 @@ impl Catalog {
                 Some(entry) => entry.clone(),
                 None => Arc::new(CatalogEntry::deferred(definition.clone())),
             };
+            let entry = self.with_risk(entry);
             next.project_tools.insert(project, name, entry);
         }
         for offer in &directory.offers {
@@ -189,9 +223,9 @@ impl Catalog {
         for (position, client) in directory.clients.iter().enumerate() {
             next.client_positions.insert(&client.project, &client.client_id, position);
         }
+        next.credentials = CredentialIndex::new(&directory);
         let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
-        next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
-        let without = next.keys.values().filter(|key| !key.rejoin);
+        let without = open.filter(|key| !key.rejoin);
         next.agents_without_rejoin =
             without.map(|key| (key.project.clone(), key.agent.clone())).collect();
         next.limits = Arc::new(UsageLimitSet::new(&directory.limits, configured_limits));
@@ -214,7 +248,7 @@ impl Catalog {
         // A tool whose exact name has the form of a model's name is chosen only if the caller may
         // call it.
         let is_model_name = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
-        if exact.is_some() && (!is_model_name() || self.authorize(caller, name).is_allowed()) {
+        if exact.is_some() && (!is_model_name() || self.may_call(caller, name)) {
             return exact;
         }
         let meant = || {
@@ -223,8 +257,7 @@ impl Catalog {
                 Some(project) => *project == caller.project,
                 None => true,
             };
-            let allowed =
-                |entry: &CatalogEntry| self.authorize(caller, &entry.definition.name).is_allowed();
+            let allowed = |entry: &CatalogEntry| self.may_call(caller, &entry.definition.name);
             let mut meant =
                 index.get(name)?.iter().filter(|entry| is_visible(entry) && allowed(entry));
             let first = meant.next()?;
@@ -287,20 +320,6 @@ impl Catalog {
         &self.directory
     }
 
-    pub(crate) fn key(&self, digest: &str) -> Option<&ApiKey> {
-        self.keys.get(digest)
-    }
-
-    /// Returns true if an active key authenticates exactly this caller.
-    pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        let is_it = |key: &ApiKey| {
-            key.project == caller.project
-                && key.agent == caller.agent
-                && RoleSet::from(key.role) == caller.roles
-        };
-        caller.auth_method == AuthMethod::Key && self.keys.values().any(|key| is_it(key))
-    }
-
     /// Returns true if this caller's key may adopt a client: it was registered before the server
     /// had keys, and no key stands for the agent name that such clients belong to.
     fn is_adoptable(&self, caller: &Caller, client_id: &str) -> bool {
@@ -311,7 +330,9 @@ impl Catalog {
             caller.auth_method == AuthMethod::Key && caller.roles == Role::Provider.into();
         // Revoked keys count: the client of another provider is never adopted.
         let owner_has_key = keys.iter().any(|key| {
-            key.project == client.project && key.agent == client.owner && key.role != Role::Agent
+            key.project == client.project
+                && key.agent == client.owner
+                && key.roles != Role::Agent.into()
         });
         is_provider
             && client.owner == LOCAL_AGENT
@@ -340,7 +361,7 @@ impl Catalog {
     pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
         let names = tools.iter().map(|entry| entry.definition.name.as_str());
-        let allowed = names.filter(|name| self.authorize(caller, name).is_allowed());
+        let allowed = names.filter(|name| self.may_call(caller, name));
         model_tool_names::suggest_similar(name, allowed).into_iter().map(str::to_owned).collect()
     }
 }
@@ -361,15 +382,14 @@ impl Registry {
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
         let catalog = self.catalog();
         let mut tools = catalog.tools(&caller.project);
-        tools.retain(|entry| catalog.is_listed(caller, &entry.definition.name));
+        tools.retain(|entry| catalog.is_listed(caller, entry));
         tools
     }
 
     /// Returns one tool, if the caller may call it.
     pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
         let catalog = self.catalog();
-        let allowed =
-            |e: &Arc<CatalogEntry>| catalog.authorize(caller, &e.definition.name).is_allowed();
+        let allowed = |e: &Arc<CatalogEntry>| catalog.may_call(caller, &e.definition.name);
         let found = catalog.resolve(caller, name).filter(allowed);
         found.ok_or_else(|| tool_not_found(&catalog, caller, name))
     }
@@ -407,6 +427,7 @@ impl Registry {
         self.adopt_client(caller, &registration.client_id).await?;
         let compiled = compile_definitions(&caller.project, registration.tools.clone()).await;
         let compiled = compiled.map_err(|(_, error)| error)?;
+        self.check_registration_rules(caller, &compiled).await?;
         self.change_directory_with(&compiled, |catalog| {
             registration_checks::check_registration(
                 catalog,
@@ -499,6 +520,7 @@ impl Registry {
             return Ok(());
         }
         let directory = self.core.store.directory().await.map_err(from_store_error)?;
+        self.raise_time_floor(directory.latest_time_ms);
         let limits = &self.core.policies.limits;
         let next = Arc::new(self.catalog().rebuild(directory, compiled, limits));
         *self.catalog.write() = next;

@@ -233,16 +233,16 @@ impl Store for FlakyStore {
         self.inner.change_directory(change, decided_on, audit).await
     }
 
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        self.inner.record_time(at_ms).await
+    }
+
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
         self.inner.append_audit_entry(entry).await
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        self.inner.audit_log(project, limit).await
+    fn audit(&self) -> &dyn toolcrib::ports::store::audit::AuditStore {
+        self.inner.audit()
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {
@@ -263,6 +263,10 @@ impl Store for FlakyStore {
 
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
         self.inner.undelivered()
+    }
+
+    fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
+        self.inner.rule_history()
     }
 
     fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {

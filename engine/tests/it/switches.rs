@@ -116,11 +116,12 @@ async fn a_switched_off_tool_refuses_new_calls_and_ends_running_ones() {
     assert!(availability.problem.unwrap().contains(reason));
     engine.admin().remove_switch(&admin(), SwitchKind::Tool, "mail.*").await.unwrap();
     invoke(&engine, &agent("ada"), "mail.send").await;
-    let log = engine.admin().audit_log(&admin(), 10).await.unwrap();
-    let actions = log.iter().map(|entry| (entry.action.as_str(), entry.reason.as_str()));
+    let log = engine.admin().audit_log(&admin(), None, 10).await.unwrap();
+    let entries = log.iter().map(|row| &row.entry);
+    let actions = entries.map(|entry| (entry.action.as_str(), entry.reason.as_str()));
     let actions: Vec<_> = actions.take(2).collect();
     assert_eq!(actions, [("switch.removed", ""), ("switch.set", reason)]);
-    assert_eq!(log[1].subject, "tool mail.*");
+    assert_eq!(log[1].entry.subject, "tool mail.*");
 }
 
 #[tokio::test]

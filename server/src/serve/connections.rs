@@ -5,11 +5,12 @@
 //! connections a small reserve answers the health checks, and every other request with 503.
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::Request;
+use axum::extract::{ConnectInfo, Request};
 use axum::response::Response;
 use hyper::body::Incoming;
 use hyper::header::UPGRADE;
@@ -73,8 +74,8 @@ pub(super) async fn accept_connections(
     let regular = Arc::new(Semaphore::new(limits.max_connections));
     let reserved = Arc::new(Semaphore::new(RESERVED_CONNECTIONS));
     loop {
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 // Most likely the process is out of file descriptors; that passes when connections
                 // end.
@@ -98,6 +99,7 @@ pub(super) async fn accept_connections(
             capacity: Mutex::new(Some(capacity)),
             permit: Mutex::new(None),
             deliveries: ConnectionDeliveries::default(),
+            peer,
         };
         let header_timeout = match is_reserved {
             true => limits.header_timeout.min(RESERVED_HEADER_TIMEOUT),
@@ -125,6 +127,8 @@ struct ConnectionHandler {
     permit: Mutex<Option<Arc<OwnedSemaphorePermit>>>,
     /// Tracks which answers reach the requester.
     deliveries: ConnectionDeliveries,
+    /// Address of the other end.
+    peer: SocketAddr,
 }
 
 impl ConnectionHandler {
@@ -184,7 +188,8 @@ async fn serve_connection(
     let service = hyper::service::service_fn(move |request: hyper::Request<Incoming>| {
         let (handler, ack_timeout) = (Arc::clone(&handler), ack_timeout.clone());
         async move {
-            let request = request.map(axum::body::Body::new);
+            let mut request = request.map(axum::body::Body::new);
+            request.extensions_mut().insert(ConnectInfo(handler.peer));
             let answer = serve_request(request, |request| handler.answer(request)).await;
             ack_timeout.set(answer.extensions().get::<AckTimeout>());
             Ok::<_, Infallible>(handler.deliveries.track(answer))

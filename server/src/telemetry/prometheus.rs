@@ -20,6 +20,7 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_policy_decisions_total", "Decisions on whether an agent may call a tool"),
     ("toolcrib_limit_refusals_total", "Calls over a usage limit, by its kind and value"),
     ("toolcrib_switched_off_calls_total", "Open calls that a kill switch ended, by its kind"),
+    ("toolcrib_sign_in_failures_total", "Requests with credentials that are not valid"),
     ("toolcrib_reconciled_calls_total", "Calls found open and taken up after a start"),
     ("toolcrib_runs_total", "Runs that came to an end, by status"),
     ("toolcrib_model_requests_total", "Requests to language models, by outcome"),

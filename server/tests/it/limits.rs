@@ -212,3 +212,29 @@ async fn the_configuration_presets_limits() {
     let error = server.api().post(EVAL, eval_body()).await.refused(429, "RATE_LIMITED");
     assert!(message(&error).contains("tool \"calculation.eval\""), "{error}");
 }
+
+#[tokio::test]
+async fn users_of_one_service_have_limits_of_their_own() {
+    let (server, _) = with_keys().await;
+    let operator = server.operator();
+    let body = json!({
+        "agent": "portal", "roles": ["agent"], "may_assert": ["user"], "allow": ["*"],
+    });
+    let key = operator.post("/v1/keys", body).await.is(201);
+    let portal = server.with_key(key["key"].as_str().unwrap());
+    set_limit(&server, "user/*", json!({ "per_minute": 1 })).await;
+    let as_user = async |user: &str| {
+        let request = portal.request(reqwest::Method::POST, EVAL).json(&eval_body());
+        portal.send(request.header("x-toolcrib-user", user)).await
+    };
+    as_user("uma").await.is(202);
+    as_user("max").await.is(202);
+    let error = as_user("uma").await.refused(429, "RATE_LIMITED");
+    assert!(message(&error).contains("user \"uma\""), "{error}");
+    portal.post(EVAL, eval_body()).await.is(202);
+    let server = server.restart().await;
+    let portal = portal.at(&server.address);
+    let request = portal.request(reqwest::Method::POST, EVAL).json(&eval_body());
+    let again = portal.send(request.header("x-toolcrib-user", "max")).await;
+    again.refused(429, "RATE_LIMITED");
+}

@@ -1,9 +1,12 @@
 //! Reads the parts of the directory from rows.
 
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::access_rules::{AccessRule, RuleSetVersion};
+use toolcrib::domain::directory::audit::{AuditRow, RequestOrigin};
 use toolcrib::domain::directory::kill_switches::KillSwitch;
 use toolcrib::domain::directory::usage_limits::{LimitValues, UsageLimit};
-use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Project, ToolOffer, Upstream};
+use toolcrib::domain::directory::{
+    ApiKey, AuditEntry, Client, Project, SessionToken, ToolOffer, Upstream,
+};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::ports::store::StoreError;
 use toolcrib::ports::store::usage::AcceptedCall;
@@ -25,29 +28,57 @@ pub(crate) fn read_offer(row: &impl RowReader) -> Result<ToolOffer, StoreError> 
     Ok(ToolOffer { project: row.text(0)?, tool: row.text(1)?, client_id: row.text(2)? })
 }
 
-/// Reads `project, agent, pattern, verdict`.
+/// Reads `project, id, rule`.
 pub(crate) fn read_rule(row: &impl RowReader) -> Result<AccessRule, StoreError> {
-    let allow = row.text(3)? == "allow";
-    Ok(AccessRule {
+    let rule: AccessRule = decode(&row.text(2)?)?;
+    Ok(AccessRule { project: row.text(0)?, id: row.text(1)?, ..rule })
+}
+
+/// Reads `project, version, at_ms, agent, summary`.
+pub(crate) fn read_rule_version(row: &impl RowReader) -> Result<RuleSetVersion, StoreError> {
+    Ok(RuleSetVersion {
         project: row.text(0)?,
-        agent: row.text(1)?,
-        pattern: row.text(2)?,
-        verdict: if allow { RuleVerdict::Allow } else { RuleVerdict::Deny },
+        version: row.unsigned(1)?,
+        at_ms: row.unsigned(2)?,
+        agent: row.text(3)?,
+        summary: row.text(4)?,
     })
 }
 
-/// Reads `id, digest, project, agent, role, created_ms, revoked_ms, rejoin`.
+/// The columns of a key, in the order in which [`read_key`] reads them.
+pub(crate) const KEY_COLUMNS: &str = "id, digest, project, agent, roles, attributes, created_ms, \
+                                      expires_ms, revoked_ms, rejoin";
+
 pub(crate) fn read_key(row: &impl RowReader) -> Result<ApiKey, StoreError> {
-    let role = row.text(4)?;
+    let roles = row.text(4)?;
     Ok(ApiKey {
         id: row.text(0)?,
         digest: row.text(1)?,
         project: row.text(2)?,
         agent: row.text(3)?,
-        role: role.parse().map_err(|()| StoreError::Corrupt(format!("role {role}")))?,
+        roles: roles.parse().map_err(|()| StoreError::Corrupt(format!("roles {roles}")))?,
+        attributes: decode(&row.text(5)?)?,
+        created_ms: row.unsigned(6)?,
+        expires_ms: row.optional_unsigned(7)?,
+        revoked_ms: row.optional_unsigned(8)?,
+        rejoin: row.unsigned(9)? != 0,
+    })
+}
+
+/// The columns of a session token, in the order in which [`read_session_token`] reads them.
+pub(crate) const SESSION_TOKEN_COLUMNS: &str =
+    "id, digest, key_id, project, attributes, created_ms, expires_ms, revoked_ms";
+
+pub(crate) fn read_session_token(row: &impl RowReader) -> Result<SessionToken, StoreError> {
+    Ok(SessionToken {
+        id: row.text(0)?,
+        digest: row.text(1)?,
+        key_id: row.text(2)?,
+        project: row.text(3)?,
+        attributes: decode(&row.text(4)?)?,
         created_ms: row.unsigned(5)?,
-        revoked_ms: row.optional_unsigned(6)?,
-        rejoin: row.unsigned(7)? != 0,
+        expires_ms: row.unsigned(6)?,
+        revoked_ms: row.optional_unsigned(7)?,
     })
 }
 
@@ -114,14 +145,29 @@ pub(crate) fn read_accepted_call(row: &impl RowReader) -> Result<(u64, AcceptedC
     Ok((row.unsigned(0)?, call))
 }
 
-/// Reads `at_ms, project, agent, action, subject, reason`.
-pub(crate) fn read_audit(row: &impl RowReader) -> Result<AuditEntry, StoreError> {
-    Ok(AuditEntry {
-        at_ms: row.unsigned(0)?,
-        project: row.text(1)?,
-        agent: row.text(2)?,
-        action: row.text(3)?,
-        subject: row.text(4)?,
-        reason: row.text(5)?,
+/// Columns of a row of the audit log, for [`read_audit_row`].
+pub(crate) const AUDIT_COLUMNS: &str = "number, at_ms, project, agent, action, subject, reason, \
+     \"user\", credential, transport, peer, request_id, hash";
+
+/// Reads [`AUDIT_COLUMNS`].
+pub(crate) fn read_audit_row(row: &impl RowReader) -> Result<AuditRow, StoreError> {
+    Ok(AuditRow {
+        number: row.unsigned(0)?,
+        entry: AuditEntry {
+            at_ms: row.unsigned(1)?,
+            project: row.text(2)?,
+            agent: row.text(3)?,
+            action: row.text(4)?,
+            subject: row.text(5)?,
+            reason: row.text(6)?,
+            user: row.optional_text(7)?,
+            credential: row.optional_text(8)?,
+            origin: RequestOrigin {
+                transport: row.optional_text(9)?,
+                peer: row.optional_text(10)?,
+                request_id: row.optional_text(11)?,
+            },
+        },
+        hash: row.text(12)?,
     })
 }

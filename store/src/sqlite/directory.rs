@@ -1,9 +1,13 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
+mod api_keys;
+pub(super) mod audit;
 mod limits;
+mod rules;
+use audit::insert_audit_entry;
 use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
+    AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
 };
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
@@ -13,16 +17,29 @@ use toolcrib::ports::store::{SaveResult, StoreError};
 use super::reader::{query_map, to_store_error};
 use super::upstreams;
 use crate::row::{
-    RowReader, decode, encode_definition, read_audit, read_client, read_key, read_offer,
-    read_project, read_rule, read_tool,
+    RowReader, decode, encode_definition, read_client, read_offer, read_project, read_tool,
 };
 
 pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
+    read_counter(connection, "directory_version")
+}
+
+fn read_counter(connection: &Connection, name: &str) -> Result<u64, StoreError> {
     connection
-        .prepare_cached("SELECT value FROM counters WHERE name = 'directory_version'")
-        .and_then(|mut select| select.query_row([], |row| row.get::<_, i64>(0)))
-        .map(|version| version as u64)
+        .prepare_cached("SELECT value FROM counters WHERE name = ?1")
+        .and_then(|mut select| select.query_row([name], |row| row.get::<_, i64>(0)))
+        .map(|value| value as u64)
         .map_err(|error| to_store_error(&error))
+}
+
+/// Records the time of day, unless a later one is recorded.
+pub(super) fn record_time(connection: &Connection, at_ms: u64) -> rusqlite::Result<()> {
+    connection
+        .prepare_cached(
+            "UPDATE counters SET value = ?1 WHERE name = 'latest_time_ms' AND value < ?1",
+        )?
+        .execute([at_ms as i64])?;
+    Ok(())
 }
 
 /// Loads the whole directory.
@@ -40,12 +57,11 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
         offers: query_rows(connection, "SELECT project, tool, client_id FROM offers", |row| {
             read_offer(row)
         })?,
-        keys: keys(connection)?,
-        rules: query_rows(
-            connection,
-            "SELECT project, agent, pattern, verdict FROM rules",
-            |row| read_rule(row),
-        )?,
+        keys: api_keys::list_keys(connection)?,
+        session_tokens: api_keys::list_session_tokens(connection)?,
+        latest_time_ms: read_counter(connection, "latest_time_ms")?,
+        rules: rules::rules_in_force(connection)?,
+        rule_versions: rules::present_versions(connection)?,
         upstreams: upstreams::list_upstreams(connection)?,
         limits: limits::list_limits(connection)?,
         switches: limits::list_switches(connection)?,
@@ -141,12 +157,6 @@ fn tools(connection: &Connection) -> Result<Vec<ToolDefinition>, StoreError> {
     query_rows(connection, TOOLS_SQL, |row| read_tool(row))
 }
 
-fn keys(connection: &Connection) -> Result<Vec<ApiKey>, StoreError> {
-    let sql = "SELECT id, digest, project, agent, role, created_ms, revoked_ms, rejoin \
-               FROM keys ORDER BY id";
-    query_rows(connection, sql, |row| read_key(row))
-}
-
 /// Applies a change to the projects, their own tools or their roster of agents.
 fn apply_project_change(
     connection: &Connection,
@@ -222,40 +232,15 @@ pub(super) fn apply_change(
         | DirectoryChange::SetUpstreamTools { .. } => {
             upstreams::apply_upstream_change(connection, change)?
         }
-        DirectoryChange::AddKey(key) => {
-            connection.execute(
-                "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
-                params![
-                    key.id,
-                    key.digest,
-                    key.project,
-                    key.agent,
-                    key.role.as_str(),
-                    key.created_ms as i64,
-                    key.revoked_ms.map(|ms| ms as i64),
-                    key.rejoin,
-                ],
-            )?;
+        DirectoryChange::AddKey(_)
+        | DirectoryChange::RevokeKey { .. }
+        | DirectoryChange::RotateKey { .. }
+        | DirectoryChange::AddSessionToken(_)
+        | DirectoryChange::RevokeSessionToken { .. }
+        | DirectoryChange::ExpireSessionTokens { .. } => {
+            api_keys::apply_credential_change(connection, change)?
         }
-        DirectoryChange::RevokeKey { id, at_ms } => {
-            connection.execute(
-                "UPDATE keys SET revoked_ms = max(created_ms, ?2) \
-                 WHERE id = ?1 AND revoked_ms IS NULL",
-                params![id, *at_ms as i64],
-            )?;
-        }
-        DirectoryChange::PutRule(rule) => {
-            connection.execute(
-                "INSERT OR REPLACE INTO rules VALUES (?1, ?2, ?3, ?4)",
-                params![rule.project, rule.agent, rule.pattern, rule.verdict.as_str()],
-            )?;
-        }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            connection.execute(
-                "DELETE FROM rules WHERE project = ?1 AND agent = ?2 AND pattern = ?3",
-                params![project, agent, pattern],
-            )?;
-        }
+        DirectoryChange::ChangeRules(change) => rules::apply(connection, change)?,
         _ => limits::apply_change(connection, change)?,
     }
     if let Some(entry) = entry {
@@ -335,34 +320,4 @@ fn delete_unoffered_tools(connection: &Connection, project: &str) -> rusqlite::R
         [project],
     )?;
     Ok(())
-}
-
-pub(super) fn insert_audit_entry(
-    connection: &Connection,
-    entry: &AuditEntry,
-) -> rusqlite::Result<()> {
-    connection
-        .prepare_cached(
-            "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
-        )?
-        .execute(params![
-            entry.at_ms as i64,
-            entry.project,
-            entry.agent,
-            entry.action,
-            entry.subject,
-            entry.reason
-        ])?;
-    Ok(())
-}
-
-pub(super) fn list_audit_entries(
-    connection: &Connection,
-    project: Option<&str>,
-    limit: usize,
-) -> Result<Vec<AuditEntry>, StoreError> {
-    let sql = "SELECT at_ms, project, agent, action, subject, reason FROM audit \
-               WHERE ?1 IS NULL OR project = ?1 ORDER BY number DESC LIMIT ?2";
-    query_map(connection, sql, params![project, limit as i64], |row| read_audit(row))
 }

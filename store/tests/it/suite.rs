@@ -3,6 +3,7 @@
 //! `conformance!(name, open)` turns each of them into a test of one store. A behavior that is
 //! missing from the list below is dead code, which the lints reject.
 
+pub mod audit;
 pub mod calls;
 pub mod deliveries;
 pub mod directory;
@@ -83,7 +84,6 @@ macro_rules! conformance {
                     events_and_idempotency_keys_are_deleted_with_their_call
                     a_purge_deletes_at_most_its_limit_per_pass
                     event_numbers_are_not_reused_after_a_purge
-                    old_audit_entries_are_deleted
                     a_purge_without_a_cutoff_deletes_every_ended_call
                 }
                 run_tools {
@@ -137,14 +137,29 @@ macro_rules! conformance {
                     a_tool_exists_while_a_client_offers_it
                     withdrawing_a_tool_affects_one_project_only
                     keys_are_added_and_revoked_once
+                    every_attribute_of_a_key_is_stored
+                    a_rotation_ends_the_old_key_and_adds_the_new_one
+                    session_tokens_are_added_revoked_expired_and_deleted
+                    the_recorded_time_never_goes_back
                     an_api_key_is_not_revoked_before_its_creation
                     rules_are_replaced_and_dropped
+                    each_change_of_the_rules_makes_a_version
+                    old_versions_of_the_rules_are_deleted
                     a_change_based_on_another_version_is_a_conflict
                     one_of_many_concurrent_changes_of_a_version_succeeds
                     an_audit_entry_is_written_with_its_change
                     no_audit_entry_is_written_for_a_conflicting_change
                     the_audit_log_is_newest_first
                     the_audit_log_of_a_project_has_only_its_own_entries
+                }
+                audit {
+                    an_audit_row_is_read_back_with_its_actor_and_origin
+                    the_audit_log_is_a_chain
+                    concurrent_audit_entries_make_one_chain
+                    audit_rows_are_read_in_pages_of_both_orders
+                    a_pruned_audit_log_still_verifies
+                    pruning_stops_at_the_first_young_entry
+                    a_purge_of_calls_keeps_the_audit_log
                 }
                 utp {
                     cards_are_written_once

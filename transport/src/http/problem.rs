@@ -138,7 +138,7 @@ pub(super) fn with_request_details(
 }
 
 /// The error type of every handler.
-pub(super) struct ApiError(Error);
+pub(crate) struct ApiError(Error);
 
 impl ApiError {
     /// Returns the error itself, for a transport that does not respond over HTTP.

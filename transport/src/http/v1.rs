@@ -14,7 +14,9 @@ mod cards;
 mod contexts;
 mod deliveries;
 mod events;
+mod keys;
 mod results;
+mod rules;
 mod runs;
 mod sources;
 mod tasks;
@@ -24,6 +26,9 @@ use utoipa_axum::routes;
 
 use super::HttpState;
 
+pub use admin::audit::{AuditBody, AuditVerificationBody};
+pub use keys::session_tokens::SessionTokenBody;
+pub use keys::{KeyBody, NewKeyBody};
 pub use sources::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
@@ -52,10 +57,15 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(contexts::set_tools))
         .routes(routes!(contexts::record_calls))
         .routes(routes!(contexts::record_results))
-        .routes(routes!(admin::list_keys, admin::create_key))
-        .routes(routes!(admin::revoke_key))
-        .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
-        .routes(routes!(admin::audit))
+        .routes(routes!(keys::list_keys, keys::create_key))
+        .routes(routes!(keys::revoke_key))
+        .routes(routes!(keys::rotate_key))
+        .routes(routes!(keys::session_tokens::list, keys::session_tokens::create))
+        .routes(routes!(keys::session_tokens::revoke))
+        .merge(rule_routes())
+        .routes(routes!(admin::audit::audit))
+        .routes(routes!(admin::audit::verify_audit))
+        .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
         .merge(limit_routes())
         .merge(run_routes())
@@ -75,6 +85,18 @@ fn limit_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(limits::show_limit, limits::put_limit, limits::drop_limit))
         .routes(routes!(switches::list_switches))
         .routes(routes!(switches::show_switch, switches::put_switch, switches::drop_switch))
+}
+
+/// Routes of access rules.
+fn rule_routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new()
+        .routes(routes!(rules::list, rules::put_all, rules::drop_short))
+        .routes(routes!(rules::explain))
+        .routes(routes!(rules::lint))
+        .routes(routes!(rules::rehearse))
+        .routes(routes!(rules::versions))
+        .routes(routes!(rules::rollback))
+        .routes(routes!(rules::show, rules::put, rules::drop_rule))
 }
 
 /// Routes of runs: stored conversations with models.

@@ -2,8 +2,10 @@
 //!
 //! It is deliberately simple: one lock over plain maps. It keeps everything until it is purged.
 
+mod audit;
 mod credentials;
 mod directory;
+mod rules;
 mod runs;
 mod undelivered;
 mod upstreams;
@@ -40,9 +42,10 @@ struct MemoryState {
     project_tools: Vec<crate::domain::tool::ToolDefinition>,
     /// The tools of upstreams, each with its upstream's name.
     upstream_tools: Vec<(String, crate::domain::tool::ToolDefinition)>,
-    audit: Vec<AuditEntry>,
+    audit: audit::MemoryAuditLog,
     runs: runs::MemoryRuns,
     credentials: credentials::Credentials,
+    rules: rules::MemoryRules,
     undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
     /// Position of the last call before each change of the time of day, and the change.
     clock_steps: Vec<(u64, i64)>,
@@ -337,14 +340,8 @@ impl Store for MemoryStore {
         self.utp.purge_replaced(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
         let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
         let loops = state.purge_ended_runs(ended_before_ms, limit);
-        let mut left = limit;
-        state.audit.retain(|entry| {
-            let goes = entry.at_ms < ended_before_ms && left > 0;
-            left -= usize::from(goes);
-            !goes
-        });
         let calls = old.len();
-        let max_count = calls.max(runs).max(loops).max(limit - left);
+        let max_count = calls.max(runs).max(loops);
         Ok(PurgeResult { calls, has_more: max_count == limit })
     }
 
@@ -382,23 +379,25 @@ impl Store for MemoryStore {
             _ => {}
         }
         state.apply(change);
-        state.audit.extend(audit);
+        if let Some(entry) = audit {
+            state.audit.append(entry);
+        }
         Ok(SaveResult::Saved)
     }
 
-    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.state.lock().audit.push(entry);
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        let latest_ms = &mut self.state.lock().directory.latest_time_ms;
+        *latest_ms = at_ms.max(*latest_ms);
         Ok(())
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        let state = self.state.lock();
-        let about = |entry: &&AuditEntry| project.as_ref().is_none_or(|p| *p == entry.project);
-        Ok(state.audit.iter().rev().filter(about).take(limit).cloned().collect())
+    async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.state.lock().audit.append(entry);
+        Ok(())
+    }
+
+    fn audit(&self) -> &dyn super::audit::AuditStore {
+        self
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {
@@ -418,6 +417,10 @@ impl Store for MemoryStore {
     }
 
     fn undelivered(&self) -> &dyn super::undelivered::UndeliveredRequestStore {
+        self
+    }
+
+    fn rule_history(&self) -> &dyn crate::ports::store::rule_history::RuleHistoryStore {
         self
     }
 
@@ -450,6 +453,11 @@ impl MemoryState {
             DirectoryChange::PutUpstream(_)
             | DirectoryChange::DropUpstream { .. }
             | DirectoryChange::SetUpstreamTools { .. } => self.change_upstream(change),
+            DirectoryChange::ChangeRules(change) => {
+                self.rules.apply(*change);
+                self.directory.rules = self.rules.in_force();
+                self.directory.rule_versions = self.rules.present_versions();
+            }
             other => directory::apply(&mut self.directory, other),
         }
     }

@@ -4,10 +4,11 @@ use rusqlite::ErrorCode;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::call::Status;
 use toolcrib::domain::caller::Role;
-use toolcrib::domain::directory::{ApiKey, DirectoryChange};
+use toolcrib::domain::directory::{ApiKey, DirectoryChange, KeyAttributes};
 use toolcrib::ports::store::{SaveResult, Store};
 
 use super::{open_fresh, open_raw, query_number};
+use crate::suite::directory::change_of_rules;
 use crate::support::{NOW, call, database_in, put_with_status};
 
 /// Creates a database with a call of every status, a key and a rule, and runs one statement of
@@ -22,16 +23,16 @@ async fn assert_rejected(sql: &str, constraint: &str) {
         digest: "d".into(),
         project: "p".into(),
         agent: "ada".into(),
-        role: Role::Agent,
+        roles: Role::Agent.into(),
+        attributes: KeyAttributes::default(),
         created_ms: NOW,
+        expires_ms: None,
         revoked_ms: None,
         rejoin: true,
     };
-    let (project, agent, pattern) = ("p".into(), "ada".into(), "*".into());
-    let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
-    for (version, change) in
-        [(0, DirectoryChange::AddKey(key)), (1, DirectoryChange::PutRule(rule))]
-    {
+    let rule = AccessRule::short("p", "ada", "*", RuleVerdict::Allow);
+    let rules = change_of_rules(vec![rule], &[]);
+    for (version, change) in [(0, DirectoryChange::AddKey(key)), (1, rules)] {
         assert_eq!(store.change_directory(change, version, None).await.unwrap(), SaveResult::Saved);
     }
     drop(store);
@@ -139,9 +140,11 @@ async fn timestamps_are_integers() {
 }
 
 #[tokio::test]
-async fn a_role_is_one_of_three() {
-    assert_rejected("UPDATE keys SET role = 'root'", "role IN ('agent', 'provider', 'admin')")
-        .await;
+async fn a_role_is_one_of_five() {
+    for roles in ["root", "", "agent,root", "agent provider", "xagent"] {
+        let sql = format!("UPDATE keys SET roles = '{roles}'");
+        assert_rejected(&sql, "roles <> '' AND").await;
+    }
 }
 
 #[tokio::test]
@@ -152,13 +155,15 @@ async fn an_api_key_is_not_revoked_before_its_creation() {
 
 #[tokio::test]
 async fn a_key_digest_is_unique() {
-    let sql = "INSERT INTO keys SELECT 'key_2', digest, project, agent, role, 1, NULL, 1 FROM keys";
+    let sql = "INSERT INTO keys SELECT 'key_2', digest, project, agent, roles, attributes, 1, NULL, \
+               NULL, 1 FROM keys";
     assert_rejected(sql, "UNIQUE constraint failed: keys.digest").await;
 }
 
 #[tokio::test]
-async fn a_verdict_is_one_of_two() {
-    assert_rejected("UPDATE rules SET verdict = 'maybe'", "verdict IN ('allow', 'deny')").await;
+async fn a_verdict_is_one_of_three() {
+    let sql = "UPDATE access_rules SET rule = '{\"verdict\":\"maybe\"}'";
+    assert_rejected(sql, "IN ('allow', 'ask', 'deny')").await;
 }
 
 #[tokio::test]

@@ -3,10 +3,14 @@
 use std::collections::BTreeMap;
 
 use serde_json::json as value;
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::access_rules::{
+    AccessRule, RULE_VERSIONS_KEPT, RuleAction, RuleSetChange, RuleVerdict,
+};
 use toolcrib::domain::caller::Role;
+use toolcrib::domain::directory::credential::{AssertableAttribute, SessionTokenAttributes};
 use toolcrib::domain::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, KeyAttributes, SessionToken, ToolOffer,
+    UnlistedTools, Upstream,
 };
 use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::domain::tool::args;
@@ -60,15 +64,17 @@ pub fn key(id: &str, role: Role) -> ApiKey {
         digest: format!("digest of {id}"),
         project: "p".into(),
         agent: "ada".into(),
-        role,
+        roles: role.into(),
+        attributes: KeyAttributes::default(),
         created_ms: NOW,
+        expires_ms: None,
         revoked_ms: None,
         rejoin: role != Role::Provider,
     }
 }
 
 pub fn rule(agent: &str, pattern: &str, verdict: RuleVerdict) -> AccessRule {
-    AccessRule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
+    AccessRule::short("p", agent, pattern, verdict)
 }
 
 pub fn entry(project: &str, subject: &str) -> AuditEntry {
@@ -79,6 +85,7 @@ pub fn entry(project: &str, subject: &str) -> AuditEntry {
         action: "key.created".into(),
         subject: subject.into(),
         reason: "weil 🦀".into(),
+        ..AuditEntry::default()
     }
 }
 
@@ -291,6 +298,96 @@ pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
     assert_eq!(load(store).await.keys, [one, revoked, three]);
 }
 
+pub async fn every_attribute_of_a_key_is_stored(store: &dyn Store) {
+    let full = ApiKey {
+        roles: [Role::Agent, Role::Approver].into_iter().collect(),
+        attributes: KeyAttributes {
+            groups: vec!["eng".into(), "ops".into()],
+            user: Some("u@example.com".into()),
+            environment: Some("production".into()),
+            tools: Some(vec!["weather.*".into()]),
+            networks: vec!["10.0.0.0/8".into()],
+            may_assert: AssertableAttribute::ALL.into(),
+            rotated_from: Some("key_0".into()),
+        },
+        expires_ms: Some(NOW + 60_000),
+        ..key("key_1", Role::Agent)
+    };
+    change(store, DirectoryChange::AddKey(full.clone())).await;
+    assert_eq!(load(store).await.keys, [full]);
+}
+
+pub async fn a_rotation_ends_the_old_key_and_adds_the_new_one(store: &dyn Store) {
+    let old = key("key_1", Role::Admin);
+    let ending = ApiKey { expires_ms: Some(NOW + 10), ..key("key_2", Role::Agent) };
+    for key in [&old, &ending] {
+        change(store, DirectoryChange::AddKey(key.clone())).await;
+    }
+    for (id, successor) in [("key_1", "key_3"), ("key_2", "key_4")] {
+        let successor = Box::new(key(successor, Role::Admin));
+        let rotation = DirectoryChange::RotateKey { id: id.into(), ends_ms: NOW + 500, successor };
+        change(store, rotation).await;
+    }
+    let keys = load(store).await.keys;
+    assert_eq!(keys[0], ApiKey { expires_ms: Some(NOW + 500), ..old });
+    assert_eq!(keys[1], ending, "a rotation never extends a key");
+    assert_eq!(keys[2..], [key("key_3", Role::Admin), key("key_4", Role::Admin)]);
+}
+
+fn session_token(id: &str, expires_ms: u64) -> SessionToken {
+    SessionToken {
+        id: id.into(),
+        digest: format!("digest of {id}"),
+        key_id: "key_1".into(),
+        project: "p".into(),
+        attributes: SessionTokenAttributes {
+            user: Some("u".into()),
+            session: Some("s".into()),
+            environment: Some("test".into()),
+            tools: Some(vec!["a.*".into()]),
+        },
+        created_ms: NOW,
+        expires_ms,
+        revoked_ms: None,
+    }
+}
+
+pub async fn session_tokens_are_added_revoked_expired_and_deleted(store: &dyn Store) {
+    let tokens = ["st_1", "st_2", "st_3"].map(|id| session_token(id, NOW + 100));
+    let long = session_token("st_4", NOW + 9_000);
+    for token in tokens.iter().chain([&long]) {
+        change(store, DirectoryChange::AddSessionToken(Box::new(token.clone()))).await;
+    }
+    assert_eq!(load(store).await.session_tokens.len(), 4);
+    assert_eq!(load(store).await.session_tokens[0], tokens[0]);
+    for at_ms in [NOW + 5, NOW + 900] {
+        change(store, DirectoryChange::RevokeSessionToken { id: "st_2".into(), at_ms }).await;
+    }
+    let expire =
+        |at_ms, delete_before_ms| DirectoryChange::ExpireSessionTokens { at_ms, delete_before_ms };
+    change(store, expire(NOW + 100, NOW)).await;
+    let revoked = |directory: Directory| {
+        let tokens = directory.session_tokens.into_iter();
+        tokens.map(|token| (token.id, token.revoked_ms.map(|ms| ms - NOW))).collect::<Vec<_>>()
+    };
+    let row = |id: &str, revoked_ms| (id.to_owned(), revoked_ms);
+    let expected =
+        [row("st_1", Some(100)), row("st_2", Some(5)), row("st_3", Some(100)), row("st_4", None)];
+    assert_eq!(revoked(load(store).await), expected);
+    change(store, expire(NOW + 200, NOW + 100)).await;
+    let expected = [row("st_1", Some(100)), row("st_3", Some(100)), row("st_4", None)];
+    assert_eq!(revoked(load(store).await), expected, "st_2 ended long ago");
+}
+
+pub async fn the_recorded_time_never_goes_back(store: &dyn Store) {
+    assert_eq!(load(store).await.latest_time_ms, 0);
+    for (at_ms, latest_ms) in [(NOW, NOW), (NOW - 5, NOW), (NOW + 7, NOW + 7)] {
+        store.record_time(at_ms).await.unwrap();
+        assert_eq!(load(store).await.latest_time_ms, latest_ms);
+    }
+    assert_eq!(store.directory_version().await.unwrap(), 0);
+}
+
 /// The clock was set back in the meantime: the key is revoked all the same.
 pub async fn an_api_key_is_not_revoked_before_its_creation(store: &dyn Store) {
     change(store, DirectoryChange::AddKey(key("key_1", Role::Agent))).await;
@@ -298,34 +395,92 @@ pub async fn an_api_key_is_not_revoked_before_its_creation(store: &dyn Store) {
     assert_eq!(load(store).await.keys[0].revoked_ms, Some(NOW));
 }
 
+/// A change of the rules of project `p`.
+pub fn change_of_rules(put: Vec<AccessRule>, dropped: &[&str]) -> DirectoryChange {
+    let project = put.first().map_or("p".to_owned(), |rule| rule.project.clone());
+    let dropped = dropped.iter().map(|id| (*id).to_owned()).collect();
+    let (agent, summary) = ("ada".to_owned(), "changed".to_owned());
+    DirectoryChange::ChangeRules(Box::new(RuleSetChange {
+        project,
+        put,
+        dropped,
+        at_ms: NOW,
+        agent,
+        summary,
+    }))
+}
+
 pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
     let other = AccessRule { project: "q".into(), ..rule("ada", "a.*", RuleVerdict::Allow) };
+    let longer = AccessRule {
+        when: Some("args.n > 1".into()),
+        actions: vec![RuleAction::Read, RuleAction::Cancel],
+        effects: vec![Effect::Read],
+        risk_min: Some(Risk::High),
+        users: vec!["u*".into()],
+        expires_in_ms: Some(5),
+        note: "why \u{e9}".into(),
+        ..AccessRule::new("p", "longer", RuleVerdict::Ask)
+    };
     for rule in [
         rule("ada", "a.*", RuleVerdict::Allow),
         rule("*", "a.*", RuleVerdict::Allow),
         rule("ada", "b", RuleVerdict::Deny),
         other.clone(),
         rule("ada", "a.*", RuleVerdict::Deny),
+        AccessRule { when: None, ..longer.clone() },
+        longer.clone(),
     ] {
-        change(store, DirectoryChange::PutRule(rule)).await;
+        change(store, change_of_rules(vec![rule], &[])).await;
     }
-    let sorted = async || {
-        let mut rules = load(store).await.rules;
-        rules.sort_by_key(|r| (r.project.clone(), r.agent.clone(), r.pattern.clone()));
-        rules
-    };
     let for_all_agents = rule("*", "a.*", RuleVerdict::Allow);
     let (first, last) =
         (rule("ada", "a.*", RuleVerdict::Deny), rule("ada", "b", RuleVerdict::Deny));
-    assert_eq!(sorted().await, [for_all_agents.clone(), first, last.clone(), other.clone()]);
-    let drop = |agent: &str, pattern: &str| DirectoryChange::DropRule {
-        project: "p".into(),
-        agent: agent.into(),
-        pattern: pattern.into(),
-    };
-    change(store, drop("ada", "a.*")).await;
-    change(store, drop("ada", "nothing")).await;
-    assert_eq!(sorted().await, [for_all_agents, last, other]);
+    let allow = rule("ada", "a.*", RuleVerdict::Allow);
+    let in_force = [for_all_agents, allow, first.clone(), last, longer.clone(), other.clone()];
+    assert_eq!(load(store).await.rules, in_force, "by project and id");
+    let dropped = change_of_rules(vec![], &["allow:ada:a.*", "deny:ada:b", "allow:*:a.*", "none"]);
+    change(store, dropped).await;
+    assert_eq!(load(store).await.rules, [first, longer, other]);
+}
+
+pub async fn each_change_of_the_rules_makes_a_version(store: &dyn Store) {
+    let one = rule("ada", "a", RuleVerdict::Allow);
+    let noted = AccessRule { note: "two".into(), ..one.clone() };
+    let other = AccessRule { project: "q".into(), ..one.clone() };
+    change(store, change_of_rules(vec![one.clone()], &[])).await;
+    change(store, change_of_rules(vec![noted.clone(), rule("*", "b", RuleVerdict::Deny)], &[]))
+        .await;
+    change(store, change_of_rules(vec![other.clone()], &[])).await;
+    change(store, change_of_rules(vec![], &["allow:ada:a"])).await;
+    let history = store.rule_history();
+    let versions = history.rule_versions("p").await.unwrap();
+    let numbers: Vec<u64> = versions.iter().map(|v| v.version).collect();
+    assert_eq!(numbers, [3, 2, 1]);
+    assert_eq!((versions[0].agent.as_str(), versions[0].summary.as_str()), ("ada", "changed"));
+    assert_eq!(versions[0].at_ms, NOW);
+    let denied = rule("*", "b", RuleVerdict::Deny);
+    assert_eq!(history.rules_at("p", 1).await.unwrap(), [one]);
+    assert_eq!(history.rules_at("p", 2).await.unwrap(), [noted, denied.clone()]);
+    assert_eq!(history.rules_at("p", 3).await.unwrap(), [denied]);
+    assert_eq!(history.rules_at("q", 1).await.unwrap(), [other]);
+    assert!(history.rules_at("p", 0).await.unwrap().is_empty());
+    let present = load(store).await.rule_versions;
+    let present: Vec<_> = present.iter().map(|v| (v.project.as_str(), v.version)).collect();
+    assert_eq!(present, [("p", 3), ("q", 1)]);
+}
+
+pub async fn old_versions_of_the_rules_are_deleted(store: &dyn Store) {
+    for n in 0..=RULE_VERSIONS_KEPT {
+        let rule = AccessRule { note: n.to_string(), ..rule("ada", "a", RuleVerdict::Allow) };
+        change(store, change_of_rules(vec![rule], &[])).await;
+    }
+    let versions = store.rule_history().rule_versions("p").await.unwrap();
+    assert_eq!(versions.len() as u64, RULE_VERSIONS_KEPT);
+    assert_eq!(versions.last().unwrap().version, 2);
+    let oldest = store.rule_history().rules_at("p", 2).await.unwrap();
+    assert_eq!(oldest[0].note, "1");
+    assert!(store.rule_history().rules_at("p", 1).await.unwrap().is_empty());
 }
 
 pub async fn a_change_based_on_another_version_is_a_conflict(store: &dyn Store) {

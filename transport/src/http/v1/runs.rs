@@ -7,7 +7,7 @@ mod response;
 pub(super) mod stream;
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use stream::stream_run;
@@ -18,6 +18,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cursor};
+use crate::auth::RequestCredentials;
 use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
     AuthenticatedCaller, CallHeaders, NamePath, QueryParams, StrictJsonBody, invalid_parameter,
@@ -49,7 +50,7 @@ pub(super) async fn start(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     wait: WaitParam,
     carried: CallHeaders,
-    headers: HeaderMap,
+    credentials: RequestCredentials,
     StrictJsonBody(body): StrictJsonBody<RunBody>,
 ) -> Result<Response, ApiError> {
     let key = carried.idempotency_key(body.idempotency_key()?)?;
@@ -61,8 +62,7 @@ pub(super) async fn start(
     let (id, replayed, joined) = (started.run.id.clone(), started.replayed, started.joined);
     let delivery = started.delivery;
     let mut answer = if streams {
-        stream_run(state.engine, caller, &headers, id.clone(), 0, started.subscription)
-            .into_response()
+        stream_run(state.engine, credentials, id.clone(), 0, started.subscription).into_response()
     } else {
         let run = match wait_ms {
             None | Some(0) => started.run,

@@ -4,7 +4,7 @@ use crate::domain::directory::kill_switches::SwitchKind;
 use crate::domain::directory::usage_limits::LimitKind;
 use crate::domain::directory::{Directory, DirectoryChange, ToolOffer, UnlistedTools};
 
-/// Applies a change that concerns neither project tools nor upstreams.
+/// Applies a change that concerns neither project tools, nor upstreams, nor rules.
 pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
     match change {
         DirectoryChange::AddProject(project) => directory.projects.push(project),
@@ -71,12 +71,24 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
                 key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
             }
         }
-        DirectoryChange::PutRule(rule) => {
-            drop_rule(directory, &rule.project, &rule.agent, &rule.pattern);
-            directory.rules.push(rule);
+        DirectoryChange::RotateKey { id, ends_ms, successor } => {
+            for key in directory.keys.iter_mut().filter(|key| key.id == id) {
+                key.expires_ms = Some(key.expires_ms.unwrap_or(ends_ms).min(ends_ms));
+            }
+            directory.keys.push(*successor);
         }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            drop_rule(directory, &project, &agent, &pattern);
+        DirectoryChange::AddSessionToken(token) => directory.session_tokens.push(*token),
+        DirectoryChange::RevokeSessionToken { id, at_ms } => {
+            for token in directory.session_tokens.iter_mut().filter(|token| token.id == id) {
+                token.revoked_ms.get_or_insert(at_ms.max(token.created_ms));
+            }
+        }
+        DirectoryChange::ExpireSessionTokens { at_ms, delete_before_ms } => {
+            let tokens = &mut directory.session_tokens;
+            for token in tokens.iter_mut().filter(|token| token.expires_ms <= at_ms) {
+                token.revoked_ms.get_or_insert(at_ms.max(token.created_ms));
+            }
+            tokens.retain(|token| token.revoked_ms.is_none_or(|at_ms| at_ms >= delete_before_ms));
         }
         change => apply_limit_change(directory, change),
     }
@@ -105,13 +117,6 @@ fn apply_limit_change(directory: &mut Directory, change: DirectoryChange) {
 
 fn drop_member(directory: &mut Directory, project: &str, agent_id: &str) {
     directory.roster.retain(|m| m.project != project || m.agent_id != agent_id);
-}
-
-fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &str) {
-    directory.rules.retain(|rule| {
-        (rule.project.as_str(), rule.agent.as_str(), rule.pattern.as_str())
-            != (project, agent, pattern)
-    });
 }
 
 fn drop_limit(directory: &mut Directory, project: &str, kind: LimitKind, name: &str) {
