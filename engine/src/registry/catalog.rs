@@ -161,8 +161,8 @@ impl Catalog {
         Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
-    /// Sets the clock of conditions, the risks that the operator set for tools, and the usage limits
-    /// of the configuration.
+    /// Sets the clock of conditions, the risks that the operator set for tools, and the usage
+    /// limits of the configuration.
     pub(crate) fn with_settings(self, clock: Arc<dyn Clock>, policies: &ExecutionPolicies) -> Self {
         let tools = policies.tools.iter();
         let risks = tools.filter_map(|(name, over)| Some((name.clone(), over.risk?))).collect();

@@ -65,6 +65,13 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
             directory.clients.retain(|c| c.project != project || c.client_id != client_id);
             drop_orphans(directory);
         }
+        change => apply_credential_change(directory, change),
+    }
+}
+
+/// Applies a change of a key or a session token.
+fn apply_credential_change(directory: &mut Directory, change: DirectoryChange) {
+    match change {
         DirectoryChange::AddKey(key) => directory.keys.push(key),
         DirectoryChange::RevokeKey { id, at_ms } => {
             for key in directory.keys.iter_mut().filter(|key| key.id == id) {
