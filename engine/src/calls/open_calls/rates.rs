@@ -76,7 +76,8 @@ impl Dispatcher {
         if by_ms != 0
             && let Err(error) = self.core.store.usage().record_clock_step(by_ms).await
         {
-            tracing::warn!(%error, "a change of the system time was not recorded");
+            tracing::warn!(%error, "a change of the system time was not recorded; will retry");
+            self.wall_offset_ms.store(known_ms, Ordering::Relaxed);
         }
     }
 }

@@ -38,11 +38,15 @@ async fn counters_and_switches_survive_a_kill(mut server: Server) -> Server {
     let headers = eventually("the limit to apply", PATIENCE, || async {
         let body = json!({ "run_id": "r", "args": { "expression": "1" } });
         let answer = server.invoking("calculation.eval", &body).send().await.unwrap();
-        answer.headers().get("ratelimit-policy").cloned()
+        answer.headers().contains_key("ratelimit").then(|| answer.headers().clone())
     })
     .await;
-    assert_eq!(headers, "\"agent\";q=5;w=60");
-    assert_eq!(exhaust(&server).await, 4);
+    assert_eq!(headers["ratelimit-policy"], "\"agent\";q=5;w=60");
+    // The call that shows the limit first may have been accepted before it.
+    let left = headers["ratelimit"].to_str().unwrap().strip_prefix("\"agent\";r=").unwrap();
+    let left: usize = left[..1].parse().unwrap();
+    assert!((4..=5).contains(&left), "{left}");
+    assert_eq!(exhaust(&server).await, left);
     server.kill();
     server.start().await;
     assert_eq!(exhaust(&server).await, 0, "the kill permits nothing more");

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::json;
 use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply};
 
 use crate::support::api::{message, offer, offer_with};
@@ -72,8 +72,9 @@ async fn work_of_clients_is_canceled_and_queued_calls_end() {
     let again = api.invoke("mail.send", json!({})).await;
     api.until_status(&again, "PENDING").await;
     let log = server.operator().get("/v1/audit").await.is(200);
-    let actions: Vec<&Value> =
-        log["audit"].as_array().unwrap().iter().map(|entry| &entry["action"]).take(2).collect();
+    let entries = log["audit"].as_array().unwrap().iter();
+    let actions = entries.map(|entry| entry["action"].as_str().unwrap());
+    let actions: Vec<&str> = actions.filter(|action| action.starts_with("switch.")).collect();
     assert_eq!(actions, ["switch.removed", "switch.set"]);
 }
 
