@@ -20,7 +20,7 @@ pub(crate) mod speculative_read;
 pub(crate) mod target;
 pub(crate) mod wait;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -36,12 +36,14 @@ use crate::domain::tool::availability::{ToolAvailability, last_seen_text};
 use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::core::Core;
 use crate::ports::source::{Source, SourceHealth};
+use crate::registry::catalog::Catalog;
 use crate::registry::{DirectoryListener, Registry};
 use crate::rejoin::Rejoin;
 
 pub use crate::rejoin::PendingDelivery;
 pub use accept::Ticket;
 pub use batch::{Batch, BatchAnswer, BatchEntryResult, BatchEntryState, BatchMode};
+pub use open_calls::LimitStatus;
 pub use report::AttemptReport;
 pub use request::{CallRequest, duplicate_key_error};
 pub use wait::{CallPage, CallQuery, CallRef, EventQuery, Until};
@@ -67,6 +69,8 @@ pub struct Dispatcher {
     /// Tasks of the attempts that run in this process.
     pub(crate) attempts: TaskTracker,
     pub(crate) recovered: AtomicBool,
+    /// The difference between the time of day and the clock's count, as last recorded.
+    pub(crate) wall_offset_ms: AtomicI64,
     /// Set once, when the parts that follow ended calls exist.
     ended_listeners: OnceLock<Vec<Arc<dyn EndedCallListener>>>,
 }
@@ -85,6 +89,7 @@ impl Dispatcher {
         client_queue: Arc<ClientQueue>,
         sources: HashMap<Executor, Arc<dyn Source>>,
     ) -> Self {
+        let wall_offset_ms = AtomicI64::new(core.clock.wall_offset_ms());
         Self {
             core,
             registry,
@@ -95,6 +100,7 @@ impl Dispatcher {
             limiter: Arc::new(ConcurrencyLimiter::default()),
             attempts: TaskTracker::new(),
             recovered: AtomicBool::new(false),
+            wall_offset_ms,
             ended_listeners: OnceLock::new(),
         }
     }
@@ -111,6 +117,7 @@ impl Dispatcher {
 
 impl DirectoryListener for Dispatcher {
     fn directory_changed(&self) {
+        self.apply_limit_changes();
         self.limiter.recheck_queues();
     }
 }
@@ -176,8 +183,26 @@ impl Calls {
     }
 
     fn availability(&self, project: &str, tool: &str, executor: Executor) -> ToolAvailability {
+        let catalog = self.registry.catalog();
+        if let Some(switch) = catalog.switches().find_for_tool(project, tool, executor) {
+            let problem = Some(switch.describe());
+            return ToolAvailability {
+                problem,
+                ..self.executor_availability(&catalog, project, tool, executor)
+            };
+        }
+        self.executor_availability(&catalog, project, tool, executor)
+    }
+
+    /// Returns whether an executor of a tool can take a call, regardless of switches.
+    fn executor_availability(
+        &self,
+        catalog: &Catalog,
+        project: &str,
+        tool: &str,
+        executor: Executor,
+    ) -> ToolAvailability {
         if executor == Executor::CLIENT {
-            let catalog = self.registry.catalog();
             let clients = catalog.offered_by(project, tool).iter();
             let clients = clients.map(|id| self.dispatcher.client_queue.tool_client(project, id));
             return ToolAvailability::of_clients(tool, clients.collect(), self.core.now_ms());

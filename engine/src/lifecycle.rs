@@ -13,13 +13,13 @@
 //!   an attempt in flight ── its time is over ──▶ PENDING(retry) | TIMEOUT | FAILED
 //!   PENDING(after) ── its predecessor has ended ──▶ PENDING(queue)
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
-//!   any open state ── a rule of the system ──▶ FAILED
+//!   any open state ── a rule of the system, a kill switch ──▶ FAILED
 //! ```
 
 mod stops;
 pub(crate) mod time_limits;
 use serde_json::{Map, Value};
-use stops::{abort, cancel, deny};
+use stops::{abort, cancel, deny, switch_off};
 use time_limits::{
     attempt_deadline, extend_predecessor_wait, retries_left, time_out, time_out_attempt,
 };
@@ -124,6 +124,11 @@ pub enum Event {
         /// Fault that names the rule.
         fault: Fault,
     },
+    /// A kill switch covers the call.
+    SwitchedOff {
+        /// Fault that names the switch and its reason.
+        fault: Fault,
+    },
     /// The process that owned the call is gone.
     OwnerLost {
         /// Id of the process that takes over the call.
@@ -217,6 +222,7 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refus
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
         Event::Abort { fault } => abort(call, fault, now_ms),
         Event::PermissionRevoked { fault } => deny(call, fault, now_ms),
+        Event::SwitchedOff { fault } => switch_off(call, fault, now_ms),
         Event::OwnerLost { node } => recover_from_owner_loss(call, node, now_ms),
     }
 }

@@ -11,6 +11,7 @@ pub mod directory_refresh;
 pub mod dispatch;
 pub mod purge;
 pub mod revocations;
+pub mod switches;
 pub mod turn_watchdog;
 use std::sync::Arc;
 

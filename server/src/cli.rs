@@ -1,9 +1,9 @@
 //! The command line: parses arguments and runs commands.
 //!
 //! Commands for users of a server use HTTP. Commands for its operator (`keys`, `allow`, `deny`,
-//! `rules`, `audit`) open the data directory, because the first key must come from somewhere; with
-//! `--server` they use HTTP too. Data goes to standard output, everything else to standard error,
-//! and the exit code classifies the result (see [`failure::exit`]).
+//! `rules`, `limits`, `switch`, `audit`) open the data directory, because the first key must come
+//! from somewhere; with `--server` they use HTTP too. Data goes to standard output, everything else
+//! to standard error, and the exit code classifies the result (see [`failure::exit`]).
 
 mod admin;
 mod call;
@@ -126,6 +126,10 @@ Examples:
     Deny(admin::AllowDenyArgs),
     /// List, set, apply, explain and rehearse access rules
     Rules(admin::RulesArgs),
+    /// List, set or remove limits on the calls of agents, users, tools and projects
+    Limits(admin::limits::LimitsArgs),
+    /// Switch a tool, an agent, a source or a project off at once, and on again
+    Switch(admin::switches::SwitchArgs),
     /// Show denied calls and administrative changes
     Audit(admin::AuditArgs),
     /// Check configuration, data directory, port, store, keys and NATS, with advice on each problem
@@ -418,6 +422,8 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
             admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Deny).await
         }
         CliCommand::Rules(args) => admin::rules(context, args).await,
+        CliCommand::Limits(args) => admin::limits::limits(context, args).await,
+        CliCommand::Switch(args) => admin::switches::switch(context, args).await,
         CliCommand::Audit(args) => admin::audit(context, args).await,
         CliCommand::Doctor(args) => doctor::run(context, args).await,
     }

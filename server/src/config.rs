@@ -13,6 +13,7 @@ pub mod rules;
 mod store_location;
 mod telemetry;
 mod transports;
+mod usage_limits;
 mod validate;
 mod webhooks;
 
@@ -37,6 +38,7 @@ pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
 pub use toolcrib_sources::models::settings::{LlmSettings, ModelKind, NamedModelSettings};
 pub use toolcrib_transport::auth::settings::OauthSettings;
+pub use usage_limits::{UsageLimitSettings, UsageLimitsByName};
 pub use webhooks::{SIGNING_KEY_PREFIX, WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when `--config` names no other.
@@ -336,6 +338,14 @@ pub struct LimitSettings {
     pub request_header_timeout_ms: u64,
     /// Time after which a connection ends whose client takes no data.
     pub write_timeout_ms: u64,
+    /// Limits on the calls of one agent: `[limits.agent.NAME]`; `*` is for each.
+    pub agent: UsageLimitsByName,
+    /// Limits on the calls for one user.
+    pub user: UsageLimitsByName,
+    /// Limits on the calls of one tool: `[limits.tool."NAME"]`.
+    pub tool: UsageLimitsByName,
+    /// Limits on the calls of one project.
+    pub project: UsageLimitsByName,
 }
 
 impl Default for LimitSettings {
@@ -361,6 +371,10 @@ impl Default for LimitSettings {
             max_streams_per_caller: 4_000,
             request_header_timeout_ms: 10_000,
             write_timeout_ms: 30_000,
+            agent: UsageLimitsByName::new(),
+            user: UsageLimitsByName::new(),
+            tool: UsageLimitsByName::new(),
+            project: UsageLimitsByName::new(),
         }
     }
 }

@@ -397,6 +397,10 @@ impl Store for PostgresStore {
         self
     }
 
+    fn usage(&self) -> &dyn toolcrib::ports::store::usage::UsageStore {
+        self
+    }
+
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
         self
     }

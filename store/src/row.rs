@@ -33,9 +33,9 @@ pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{
-    AUDIT_COLUMNS, KEY_COLUMNS, SESSION_TOKEN_COLUMNS, read_audit_row, read_client, read_key,
-    read_offer, read_project, read_rule, read_rule_version, read_session_token, read_tool,
-    read_upstream,
+    AUDIT_COLUMNS, KEY_COLUMNS, SESSION_TOKEN_COLUMNS, read_accepted_call, read_audit_row,
+    read_client, read_key, read_limit, read_offer, read_project, read_rule, read_rule_version,
+    read_session_token, read_switch, read_tool, read_upstream,
 };
 pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;
@@ -372,6 +372,15 @@ fn decode_target(
 pub(crate) fn decode_caller_call_id(envelope: &str) -> Result<Option<String>, StoreError> {
     let envelope: StoredCallEnvelope<'_> = decode(envelope)?;
     Ok(envelope.call_id.map(Cow::into_owned))
+}
+
+/// Returns the agent and the user of a call, from the call's envelope.
+pub(crate) fn decode_agent_and_user(
+    envelope: &str,
+) -> Result<(String, Option<String>), StoreError> {
+    let envelope: StoredCallEnvelope<'_> = decode(envelope)?;
+    let user = envelope.attributes.and_then(|attributes| attributes.user.clone());
+    Ok((envelope.agent.into_owned(), user))
 }
 
 /// Reads a call and its position.

@@ -349,6 +349,10 @@ impl Store for SqliteStore {
         self
     }
 
+    fn usage(&self) -> &dyn toolcrib::ports::store::usage::UsageStore {
+        self
+    }
+
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
         self
     }

@@ -25,6 +25,7 @@ mod openai;
 mod pagination;
 mod problem;
 mod projects;
+mod rate_limit_headers;
 mod v1;
 mod wait_param;
 mod wire;

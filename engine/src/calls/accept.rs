@@ -16,7 +16,7 @@ use crate::calls::commit::{Commit, CommitKind};
 use crate::calls::dependents::set_predecessor;
 use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
 use crate::calls::observer::AttemptEnd;
-use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation};
+use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation, limit_error};
 use crate::calls::request::{
     CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
 };
@@ -118,6 +118,7 @@ impl Calls {
             self.prepare_schemas(&catalog, caller, tool).await;
         }
         let fitting = self.validate_request(&catalog, caller, found, &mut request);
+        let fitting = fitting.and_then(|tool| check_is_on(&catalog, caller, tool));
         let key = build_idempotency_key(caller, &request);
         let may_rejoin = request.rejoin && key.is_none();
         let drafted = fitting.and_then(|tool| {
@@ -147,6 +148,24 @@ impl Calls {
         }
         let accepting = self.clone().commit_call(call, key, undelivered, membership);
         self.dispatcher.detach_on_drop(accepting).await
+    }
+}
+
+/// Refuses a call of a caller or a tool that is switched off.
+fn check_is_on(
+    catalog: &Catalog,
+    caller: &Caller,
+    tool: Arc<Compiled>,
+) -> Result<Arc<Compiled>, Error> {
+    if catalog.switches().is_empty() {
+        return Ok(tool);
+    }
+    catalog.check_caller_is_on(caller)?;
+    let definition = &tool.definition;
+    let switches = catalog.switches();
+    match switches.find_for_tool(&caller.project, &definition.name, definition.executor) {
+        Some(switch) => Err(switch.to_fault().into()),
+        None => Ok(tool),
     }
 }
 
@@ -285,10 +304,13 @@ impl Calls {
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
-        let (all, each) =
-            (self.core.limits.max_open_calls, self.core.limits.max_open_calls_per_project);
+        let limits = &self.core.limits;
+        let maximum = (limits.max_open_calls, limits.max_open_calls_per_project);
+        self.dispatcher.record_clock_step(wall_offset_ms).await;
         let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
-        let reservation = match self.dispatcher.open_calls.reserve(&scope.queue, all, each) {
+        let now_ms = self.core.now_ms();
+        let reserved = self.dispatcher.open_calls.reserve(&call, &scope.queue, maximum, now_ms);
+        let mut reservation = match reserved {
             Ok(reservation) => reservation,
             Err(exceeded) => {
                 return Box::pin(self.replay_or(&call.project, key, capacity_error(exceeded)))
@@ -345,6 +367,7 @@ impl Calls {
         if let Some(answer) = self.replayed_ticket(created.map_err(from_store_error)?) {
             return answer;
         }
+        reservation.keep_rate();
         let admission = Admission { reservation, slot, scope, caps, wall_offset_ms };
         let delivery = undelivered.map(|request| self.rejoin.add_waiting(request));
         let ticket = self.start_committed(call, follows, admission).await;
@@ -440,9 +463,8 @@ impl Calls {
             };
         }
         let Admission { reservation, slot, scope, caps, wall_offset_ms } = admission;
-        reservation.commit();
         let entry = OpenCall::new(call.clone(), slot, wall_offset_ms);
-        self.dispatcher.open_calls.insert(entry.clone());
+        reservation.commit(entry.clone());
         let actions = match &mut follows {
             PostCommit::Start(action) => action.take().into_iter().collect(),
             PostCommit::ApplyFinished { actions, .. } => std::mem::take(actions),
@@ -457,6 +479,8 @@ impl Calls {
             }
             _ => {}
         }
+        // A switch that was set since the check missed this call, unless it is ended here.
+        self.dispatcher.end_if_switched_off(&entry).await;
         Ticket { call, replayed: false, joined: false, open_call: Some(entry), delivery: None }
     }
 
@@ -571,5 +595,6 @@ fn capacity_error(full: CapacityExceeded) -> Error {
             let message = "too many calls of this project are open; a retry is safe";
             Error::retry_later(Code::RateLimited, message, 1_000)
         }
+        CapacityExceeded::Limit(exceeded) => limit_error(&exceeded),
     }
 }

@@ -37,10 +37,27 @@ impl Dispatcher {
                     }
                 };
             }
+            // A call that has ended meanwhile, by a cancel or a kill switch, executes nothing.
+            if !dispatcher.is_attempt_in_flight(&call) {
+                return;
+            }
             let sink = dispatcher.progress_sink(&call);
+            let mut starting = source.start(attempt, sink);
+            let mut is_checked = false;
+            let started = std::future::poll_fn(|context| {
+                let polled = starting.as_mut().poll(context);
+                // The call may have ended before the source knew the attempt: it could not be
+                // canceled then.
+                let is_first = !std::mem::replace(&mut is_checked, true);
+                if is_first && polled.is_pending() && !dispatcher.is_attempt_in_flight(&call) {
+                    source.cancel(&call.id, call.attempt);
+                }
+                polled
+            });
+            let started = started.await;
             // Boxed to keep this future small: most attempts of remote sources end at `Accepted`,
             // and their results arrive on another path.
-            match source.start(attempt, sink).await {
+            match started {
                 StartResult::Accepted => {
                     engine_metrics::count_parked(executor);
                     // The call may have ended before the source accepted the attempt. Nothing else
@@ -53,6 +70,12 @@ impl Dispatcher {
                 started => Box::pin(dispatcher.handle_started(&call, started)).await,
             }
         });
+    }
+
+    /// Returns true if the attempt that this state of a call has in flight still is.
+    fn is_attempt_in_flight(&self, call: &Call) -> bool {
+        let open = self.open_calls.get(&call.id).map(|entry| entry.call());
+        open.is_some_and(|now| now.has_attempt_in_flight() && now.attempt == call.attempt)
     }
 
     /// Handles the result of a started attempt.
@@ -88,11 +111,7 @@ impl Dispatcher {
     ) {
         // An attempt that was stopped has nothing to report: its call has ended, or its time.
         let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
-        let is_in_flight = || {
-            let open = self.open_calls.get(&call.id).map(|entry| entry.call());
-            open.is_some_and(|now| now.has_attempt_in_flight() && now.attempt == call.attempt)
-        };
-        if stopped && !is_in_flight() {
+        if stopped && !self.is_attempt_in_flight(call) {
             return;
         }
         self.prepare_output_schema(call).await;

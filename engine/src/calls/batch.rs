@@ -84,6 +84,8 @@ pub struct Batch {
     /// ticket: each starts when its predecessor has ended. If false, they are answered with a fault
     /// and never start.
     pub defer_unstarted: bool,
+    /// Time that an entry over a rate limit waits until it is accepted. `None` refuses it at once.
+    pub limit_wait_ms: Option<u64>,
     /// True if an entry joins an earlier identical call whose answer was not delivered
     /// ([`crate::CallRequest::rejoin`]). Entries of one batch never join each other.
     pub rejoin: bool,
@@ -108,6 +110,7 @@ impl Batch {
             traceparent: None,
             callback_url: None,
             defer_unstarted: true,
+            limit_wait_ms: None,
             rejoin: false,
         }
     }

@@ -1,13 +1,14 @@
 //! The concurrency limiter: it bounds the number of attempts in flight and queues the calls that
 //! wait for a slot.
 //!
-//! Three limits apply together: engine, project and tool. All of them count every attempt in
-//! flight, wherever it runs. A call that waits for an absent client counts against its tool's limit
-//! alone: for the other two the client queue takes a permit when it hands the work to a client, so
-//! an absent client cannot use up the slots of its project. Calls queue per project and tool, and
-//! free slots go round-robin over the queues, so a busy tool does not starve the others. All of
-//! this is in memory only: after a restart the queues, and the slots of attempts still in flight,
-//! are rebuilt from the store.
+//! Five limits apply together: engine, project, tool, agent and user. All of them count every
+//! attempt in flight, wherever it runs. A call that waits for an absent client does not count
+//! against the limits of the engine and its project: for these the client queue takes a permit when
+//! it hands the work to a client, so an absent client cannot use up the slots of its project. Calls
+//! queue per project and tool, and those of agents and users with a limit in queues of their own;
+//! free slots go round-robin over the queues, so a busy tool or agent does not starve the others.
+//! All of this is in memory only: after a restart the queues, and the slots of attempts still in
+//! flight, are rebuilt from the store.
 
 pub mod key_counts;
 use std::collections::{BTreeMap, HashMap};
@@ -17,6 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::calls::limiter::key_counts::KeyCounts;
+use crate::domain::directory::usage_limits::LimitMember;
 use crate::domain::id::CallId;
 
 /// Key of a queue: a project and a tool.
@@ -26,14 +28,38 @@ pub(crate) struct QueueKey {
     pub tool: String,
 }
 
+/// The agent and the user of a call, each only if the number of its attempts in flight is limited.
+#[derive(Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct SlotMembers {
+    pub agent: Option<LimitMember>,
+    pub user: Option<LimitMember>,
+}
+
+impl SlotMembers {
+    fn iter(&self) -> impl Iterator<Item = &LimitMember> {
+        self.agent.iter().chain(&self.user)
+    }
+}
+
 /// The limits that an attempt counts against. Every call has one and clones it several times, hence
 /// the `Arc`.
 #[derive(Debug, Clone)]
 pub(crate) struct SlotScope {
     pub queue: Arc<QueueKey>,
+    /// Set if a limit of the agent or the user applies.
+    pub members: Option<Arc<SlotMembers>>,
     /// True if the slot counts against the limits of the engine and the project too.
     pub is_shared: bool,
 }
+
+impl SlotScope {
+    fn queue_id(&self) -> QueueId {
+        (self.queue.clone(), self.members.clone())
+    }
+}
+
+/// Identifies a queue: its project and tool, and the members with a limit.
+type QueueId = (Arc<QueueKey>, Option<Arc<SlotMembers>>);
 
 /// The limits that apply to a slot scope.
 #[derive(Debug, Clone, Copy, Default)]
@@ -41,6 +67,8 @@ pub(crate) struct ConcurrencyCaps {
     pub global: Option<u32>,
     pub project: Option<u32>,
     pub tool: Option<u32>,
+    pub agent: Option<u32>,
+    pub user: Option<u32>,
 }
 
 #[derive(Default)]
@@ -48,13 +76,14 @@ struct LimiterState {
     global: u32,
     projects: KeyCounts<String>,
     tools: KeyCounts<Arc<QueueKey>>,
+    members: KeyCounts<LimitMember>,
     /// Queued calls, each queue in order of arrival.
-    queues: BTreeMap<Arc<QueueKey>, BTreeMap<u64, QueuedCall>>,
+    queues: BTreeMap<QueueId, BTreeMap<u64, QueuedCall>>,
     /// The queue and the position in it of each queued call.
-    positions: HashMap<CallId, (Arc<QueueKey>, u64)>,
+    positions: HashMap<CallId, (QueueId, u64)>,
     last_position: u64,
     /// The queue that was served last.
-    last_served: Option<Arc<QueueKey>>,
+    last_served: Option<QueueId>,
     /// True during recovery, while attempts in flight from before the start are not all counted.
     is_recovering: bool,
     /// True if the client queue holds work back because no permit was free.
@@ -99,7 +128,17 @@ impl LimiterState {
             caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&scope.queue) < cap);
         let project =
             || caps.project.is_none_or(|cap| self.projects.get(&scope.queue.project) < cap);
-        tool && (!scope.is_shared || below(self.global, caps.global) && project())
+        tool && self.members_have_capacity(scope, caps)
+            && (!scope.is_shared || below(self.global, caps.global) && project())
+    }
+
+    fn members_have_capacity(&self, scope: &SlotScope, caps: &ConcurrencyCaps) -> bool {
+        let Some(members) = &scope.members else { return true };
+        let below = |member: &Option<LimitMember>, cap: Option<u32>| match (member, cap) {
+            (Some(member), Some(cap)) => !self.is_recovering && self.members.get(member) < cap,
+            _ => true,
+        };
+        below(&members.agent, caps.agent) && below(&members.user, caps.user)
     }
 
     fn acquire(&mut self, scope: &SlotScope) {
@@ -108,6 +147,9 @@ impl LimiterState {
             self.projects.increment(&scope.queue.project);
         }
         self.tools.increment(&scope.queue);
+        for member in scope.members.iter().flat_map(|members| members.iter()) {
+            self.members.increment(member);
+        }
     }
 
     fn release(&mut self, scope: &SlotScope) {
@@ -116,11 +158,26 @@ impl LimiterState {
             self.projects.decrement(&scope.queue.project);
         }
         self.tools.decrement(&scope.queue);
+        for member in scope.members.iter().flat_map(|members| members.iter()) {
+            self.members.decrement(member);
+        }
+    }
+}
+
+impl Slot {
+    /// Counts the slot for these members from now on, after the limits have changed.
+    pub(crate) fn set_members(&mut self, members: Option<Arc<SlotMembers>>) {
+        if self.scope.members != members {
+            let mut state = self.limiter.state.lock();
+            state.release(&self.scope);
+            self.scope.members = members;
+            state.acquire(&self.scope);
+        }
     }
 }
 
 impl LimiterState {
-    fn remove_at(&mut self, queue: &QueueKey, position: u64) -> Option<QueuedCall> {
+    fn remove_at(&mut self, queue: &QueueId, position: u64) -> Option<QueuedCall> {
         let waiting = self.queues.get_mut(queue)?.remove(&position);
         if self.queues.get(queue).is_some_and(BTreeMap::is_empty) {
             self.queues.remove(queue);
@@ -130,14 +187,14 @@ impl LimiterState {
 }
 
 impl ConcurrencyLimiter {
-    /// Acquires a slot if one is free and no call is queued for the same tool.
+    /// Acquires a slot if one is free and no call is queued before this one.
     pub(crate) fn try_acquire(
         self: &Arc<Self>,
         scope: &SlotScope,
         caps: &ConcurrencyCaps,
     ) -> Option<Slot> {
         let mut state = self.state.lock();
-        let has_queue = !state.queues.is_empty() && state.queues.contains_key(&scope.queue);
+        let has_queue = !state.queues.is_empty() && state.queues.contains_key(&scope.queue_id());
         if has_queue || !state.has_capacity(scope, caps) {
             return None;
         }
@@ -195,7 +252,7 @@ impl ConcurrencyLimiter {
         let mut state = self.state.lock();
         if !state.positions.contains_key(&call_id) {
             state.last_position += 1;
-            let (position, queue) = (state.last_position, scope.queue.clone());
+            let (position, queue) = (state.last_position, scope.queue_id());
             state.positions.insert(call_id.clone(), (queue.clone(), position));
             state
                 .queues
@@ -205,6 +262,21 @@ impl ConcurrencyLimiter {
         }
         drop(state);
         self.capacity_changed.notify_one();
+    }
+
+    /// Moves a queued call to the queue of these members, at the same position.
+    pub(crate) fn set_queued_members(&self, call_id: &CallId, members: Option<Arc<SlotMembers>>) {
+        let state = &mut *self.state.lock();
+        let Some((queue, position)) = state.positions.get(call_id).cloned() else { return };
+        if queue.1 == members {
+            return;
+        }
+        if let Some(mut queued) = state.remove_at(&queue, position) {
+            queued.scope.members = members;
+            let queue = queued.scope.queue_id();
+            state.positions.insert(call_id.clone(), (queue.clone(), position));
+            state.queues.entry(queue).or_default().insert(position, queued);
+        }
     }
 
     /// Removes a call that has ended from its queue. Otherwise the queue would hold every canceled
@@ -219,14 +291,14 @@ impl ConcurrencyLimiter {
     /// tool if it still exists.
     pub(crate) fn pop_ready(
         self: &Arc<Self>,
-        now: impl Fn(&QueueKey) -> Option<ConcurrencyCaps>,
+        now: impl Fn(&SlotScope) -> Option<ConcurrencyCaps>,
     ) -> Option<(CallId, Slot)> {
         let mut state = self.state.lock();
         let after = state.last_served.clone();
-        let fits = |state: &LimiterState, key: &Arc<QueueKey>| {
+        let fits = |state: &LimiterState, key: &QueueId| {
             let head = state.queues.get(key).and_then(BTreeMap::first_key_value);
             head.is_some_and(|(_, head)| {
-                state.has_capacity(&head.scope, &now(key).unwrap_or(head.caps))
+                state.has_capacity(&head.scope, &now(&head.scope).unwrap_or(head.caps))
             })
         };
         let mut keys = state.queues.keys();
@@ -257,17 +329,23 @@ impl ConcurrencyLimiter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::domain::directory::usage_limits::LimitKind;
     use crate::domain::id::IdGenerator;
 
     fn slot_scope(project: &str, tool: &str) -> SlotScope {
         let queue = Arc::new(QueueKey { project: project.into(), tool: tool.into() });
-        SlotScope { queue, is_shared: true }
+        SlotScope { queue, members: None, is_shared: true }
     }
 
     #[test]
     fn global_project_and_tool_limits_are_enforced() {
         let limiter = Arc::new(ConcurrencyLimiter::default());
-        let caps = ConcurrencyCaps { global: Some(3), project: Some(2), tool: Some(1) };
+        let caps = ConcurrencyCaps {
+            global: Some(3),
+            project: Some(2),
+            tool: Some(1),
+            ..ConcurrencyCaps::default()
+        };
         let a = limiter.try_acquire(&slot_scope("p", "a"), &caps);
         assert!(a.is_some());
         assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_none(), "the tool's limit");
@@ -367,5 +445,51 @@ mod tests {
         assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_none());
         drop(recovered);
         assert!(limiter.try_acquire(&slot_scope("p", "a"), &caps).is_some());
+    }
+
+    fn member_scope(tool: &str, agent: &str) -> SlotScope {
+        let (kind, project) = (LimitKind::Agent, "p".to_owned());
+        let agent = Some(LimitMember { kind, project, name: agent.into() });
+        let members = Some(Arc::new(SlotMembers { agent, user: None }));
+        SlotScope { members, ..slot_scope("p", tool) }
+    }
+
+    #[test]
+    fn an_agent_at_its_limit_does_not_hold_up_the_others() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
+        let caps = ConcurrencyCaps { agent: Some(1), ..ConcurrencyCaps::default() };
+        let first = limiter.try_acquire(&member_scope("a", "ada"), &caps);
+        assert!(first.is_some());
+        assert!(limiter.try_acquire(&member_scope("b", "ada"), &caps).is_none(), "over all tools");
+        let id_generator = IdGenerator::default();
+        let ids: Vec<CallId> = (0..3).map(|n| id_generator.next_call_id(n)).collect();
+        limiter.enqueue(ids[0].clone(), member_scope("a", "ada"), caps);
+        limiter.enqueue(ids[1].clone(), member_scope("a", "bob"), caps);
+        let popped = limiter.pop_ready(|_| Some(caps));
+        assert_eq!(popped.as_ref().map(|(id, _)| id), Some(&ids[1]), "bob is not behind ada");
+        assert!(limiter.pop_ready(|_| Some(caps)).is_none());
+        drop(first);
+        assert_eq!(limiter.pop_ready(|_| Some(caps)).map(|(id, _)| id), Some(ids[0].clone()));
+    }
+
+    #[test]
+    fn slots_and_queues_follow_a_new_limit() {
+        let limiter = Arc::new(ConcurrencyLimiter::default());
+        let caps = ConcurrencyCaps { agent: Some(1), ..ConcurrencyCaps::default() };
+        let mut running = limiter.try_acquire(&slot_scope("p", "a"), &caps).unwrap();
+        let id = IdGenerator::default().next_call_id(1);
+        limiter.enqueue(id.clone(), slot_scope("p", "a"), caps);
+        running.set_members(member_scope("a", "ada").members);
+        limiter.set_queued_members(&id, member_scope("a", "ada").members);
+        assert!(limiter.pop_ready(|_| Some(caps)).is_none(), "the running call counts");
+        running.set_members(None);
+        assert_eq!(limiter.pop_ready(|_| Some(caps)).map(|(id, _)| id), Some(id));
+        drop(running);
+        assert_eq!(
+            limiter.state.lock().members.get(
+                &member_scope("a", "ada").members.as_ref().and_then(|m| m.agent.clone()).unwrap()
+            ),
+            0
+        );
     }
 }

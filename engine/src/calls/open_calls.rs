@@ -1,6 +1,8 @@
 //! Open calls, held in memory: polling the ticket of an open call does not touch the store, and two
 //! reports on one call are decided one after the other.
 
+mod rates;
+mod usage;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
@@ -9,9 +11,14 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, OnceCell};
 
 use crate::calls::limiter::key_counts::KeyCounts;
-use crate::calls::limiter::{QueueKey, Slot};
+use crate::calls::limiter::{QueueKey, Slot, SlotMembers};
 use crate::domain::call::{Call, Hold};
+use crate::domain::directory::usage_limits::{CallMembers, LimitKind, UsageLimitSet};
 use crate::domain::id::CallId;
+pub(crate) use rates::limit_error;
+pub use usage::LimitStatus;
+use usage::{CountedUsage, UsageCounts, counts};
+pub(crate) use usage::{LimitExceeded, LimitQuota};
 
 /// A call without an outcome.
 pub(crate) struct OpenCall {
@@ -92,6 +99,13 @@ impl OpenCall {
         *self.slot.lock() = Some(slot);
     }
 
+    /// Counts the slot of the attempt in flight for these members.
+    pub(crate) fn set_slot_members(&self, members: Option<Arc<SlotMembers>>) {
+        if let Some(slot) = &mut *self.slot.lock() {
+            slot.set_members(members);
+        }
+    }
+
     pub(crate) fn release_slot(&self) {
         self.slot.lock().take();
     }
@@ -115,6 +129,7 @@ impl OpenCall {
 struct OpenCallsState {
     calls: HashMap<CallId, Arc<OpenCall>>,
     count_by_project: KeyCounts<String>,
+    usage: UsageCounts,
     /// Timers: the time at which each call is due, by the clock's `now_ms`.
     due: BTreeSet<(u64, CallId)>,
 }
@@ -131,37 +146,53 @@ pub(crate) struct OpenCalls {
 pub(crate) enum CapacityExceeded {
     Engine,
     Project,
+    Limit(Box<LimitExceeded>),
 }
 
 /// Capacity for one call. It is released if the call is not committed, or when the call ends.
 pub(crate) struct Reservation<'a> {
     open_calls: &'a OpenCalls,
     queue: Arc<QueueKey>,
+    /// Set if usage limits apply to the call.
+    usage: Option<Box<CountedUsage>>,
     is_committed: bool,
 }
 
 impl Reservation<'_> {
-    /// Keeps the capacity: the call exists now and releases it when it ends.
-    pub(crate) fn commit(mut self) {
+    /// Counts the call against rate limits for good: it is stored.
+    pub(crate) fn keep_rate(&mut self) {
+        if let Some(usage) = &mut self.usage {
+            usage.keep_rate();
+        }
+    }
+
+    /// Makes the call an open call. It releases the capacity when it ends.
+    pub(crate) fn commit(mut self, entry: Arc<OpenCall>) {
         self.is_committed = true;
+        self.open_calls.insert_counted(entry, self.usage.as_deref());
     }
 }
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         if !self.is_committed {
-            self.open_calls.state.lock().count_by_project.decrement(&self.queue.project);
+            let mut state = self.open_calls.state.lock();
+            state.count_by_project.decrement(&self.queue.project);
+            if let Some(usage) = &self.usage {
+                state.usage.return_usage(usage);
+            }
         }
     }
 }
 
 impl OpenCalls {
-    /// Reserves capacity for one more call of this project.
+    /// Reserves capacity for one more call of this project, within the usage limits of the call.
     pub(crate) fn reserve(
         &self,
+        call: &Call,
         queue: &Arc<QueueKey>,
-        all: usize,
-        each: usize,
+        (all, each): (usize, usize),
+        now_ms: u64,
     ) -> Result<Reservation<'_>, CapacityExceeded> {
         let mut state = self.state.lock();
         if state.calls.len() >= all {
@@ -171,7 +202,40 @@ impl OpenCalls {
             state.count_by_project.decrement(&queue.project);
             return Err(CapacityExceeded::Project);
         }
-        Ok(Reservation { open_calls: self, queue: queue.clone(), is_committed: false })
+        let usage = match state.usage.limits().is_empty() || !counts(call) {
+            true => None,
+            false => state.usage.count_new(&call.into(), now_ms).map_err(|exceeded| {
+                state.count_by_project.decrement(&queue.project);
+                CapacityExceeded::Limit(exceeded)
+            })?,
+        };
+        Ok(Reservation { open_calls: self, queue: queue.clone(), usage, is_committed: false })
+    }
+
+    /// Replaces the usage limits. Returns false if they are the same.
+    pub(crate) fn set_limits(&self, limits: &Arc<UsageLimitSet>) -> bool {
+        let state = &mut *self.state.lock();
+        if state.usage.limits() == limits {
+            return false;
+        }
+        let open_calls = state.calls.values().map(|entry| entry.call());
+        state.usage.set_limits(limits.clone(), open_calls);
+        true
+    }
+
+    /// Returns the state of every usage limit that applies to these kinds of members.
+    pub(crate) fn limit_statuses(
+        &self,
+        members: &CallMembers<'_>,
+        kinds: &[LimitKind],
+        now_ms: u64,
+    ) -> Vec<LimitStatus> {
+        self.state.lock().usage.statuses(members, kinds, now_ms)
+    }
+
+    /// Counts a call against rate limits that was accepted before the start.
+    pub(crate) fn restore_rate(&self, members: &CallMembers<'_>, at_ms: u64, now_ms: u64) {
+        self.state.lock().usage.restore_rate(members, at_ms, now_ms);
     }
 
     /// Adopts a call loaded from the store, regardless of the limits. Returns false if it is
@@ -185,7 +249,7 @@ impl OpenCalls {
             }
             state.count_by_project.increment(&call.project);
         }
-        self.insert(entry);
+        self.insert_counted(entry, None);
         true
     }
 
@@ -198,9 +262,10 @@ impl OpenCalls {
         self.state.lock().calls.values().cloned().collect()
     }
 
-    pub(crate) fn insert(&self, entry: Arc<OpenCall>) {
+    fn insert_counted(&self, entry: Arc<OpenCall>, usage: Option<&CountedUsage>) {
         let call = entry.call();
         let mut state = self.state.lock();
+        state.usage.add_open_call(&call, usage);
         if let Some(due_ms) = call.due_ms() {
             let due_ms = to_timer(due_ms, entry.wall_offset_ms());
             self.schedule(&mut state, due_ms, call.id.clone());
@@ -221,6 +286,7 @@ impl OpenCalls {
         if after.status.is_terminal() {
             if state.calls.remove(&after.id).is_some() {
                 state.count_by_project.decrement(&after.project);
+                state.usage.remove_open_call(after);
             }
         } else if let Some(due_ms) = after.due_ms() {
             self.schedule(&mut state, to_timer(due_ms, wall_offset_ms), after.id.clone());

@@ -64,8 +64,10 @@ impl Calls {
 
     async fn report_owner_lost(self: &Arc<Self>, entry: Arc<OpenCall>) {
         let found = entry.call();
-        // The rules may have changed while no process was running.
-        if !self.dispatcher.end_if_denied(&found).await {
+        // The rules and switches may have changed while no process was running.
+        if !self.dispatcher.end_if_switched_off(&entry).await
+            && !self.dispatcher.end_if_denied(&found).await
+        {
             let lost = Event::OwnerLost { node: self.core.node.clone() };
             self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;
         }

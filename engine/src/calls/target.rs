@@ -7,12 +7,14 @@ use std::sync::{Arc, Weak};
 use serde_json::{Value, json};
 
 use crate::calls::Dispatcher;
-use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotScope};
+use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotMembers, SlotScope};
+use crate::calls::open_calls::OpenCall;
 use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
 use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
 use crate::domain::access_rules::{AccessDecision, RuleAction};
 use crate::domain::call::{Call, Status, Target};
 use crate::domain::caller::Caller;
+use crate::domain::directory::usage_limits::{LimitKind, LimitMember, UsageLimitSet, stricter};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
@@ -38,6 +40,9 @@ impl Dispatcher {
             let allowed = catalog.may_call(caller, &alternate.tool);
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
+            if is_switched_off(catalog, &caller.project, &other) {
+                continue;
+            }
             let by_client = other.definition.executor == Executor::CLIENT;
             if by_client && !can_execute(catalog, &caller.project, &other, pinned) {
                 continue;
@@ -96,33 +101,94 @@ impl Dispatcher {
         };
         if call.target.executor == Executor::CALLER {
             return (
-                SlotScope { queue: key_for("(caller)"), is_shared: false },
+                SlotScope { queue: key_for("(caller)"), members: None, is_shared: false },
                 ConcurrencyCaps::default(),
             );
         }
         // The client queue takes the shared slot of its work when it hands it to a client.
         let (queue, is_shared) =
             (key_for(&call.target.tool), call.target.executor != Executor::CLIENT);
-        let caps = self.resolve_caps(&queue).unwrap_or_else(|| self.project_caps(&call.project));
-        (SlotScope { queue, is_shared }, caps)
+        let catalog = self.registry.catalog();
+        let members = slot_members(catalog.limits(), call);
+        let scope = SlotScope { queue, members, is_shared };
+        let caps = self.tool_caps(&catalog, &scope);
+        let caps = caps.unwrap_or_else(|| self.project_caps(&catalog, &call.project));
+        (scope, caps)
     }
 
     /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
-    pub(crate) fn resolve_caps(&self, queue: &QueueKey) -> Option<ConcurrencyCaps> {
-        let entry = self.registry.catalog().find(&queue.project, &queue.tool)?;
-        let over = self.core.policies.tools.get(&queue.tool).and_then(|o| o.policy.max_parallel);
-        let tool = over.or(entry.definition.policy.max_parallel);
-        Some(ConcurrencyCaps { tool, ..self.project_caps(&queue.project) })
+    pub(crate) fn resolve_caps(&self, scope: &SlotScope) -> Option<ConcurrencyCaps> {
+        self.tool_caps(&self.registry.catalog(), scope)
     }
 
-    fn project_caps(&self, project: &str) -> ConcurrencyCaps {
-        let project_limit = self.core.policies.projects.get(project).and_then(|p| p.max_parallel);
+    fn tool_caps(&self, catalog: &Catalog, scope: &SlotScope) -> Option<ConcurrencyCaps> {
+        let QueueKey { project, tool } = &*scope.queue;
+        let entry = catalog.find(project, tool)?;
+        let over = self.core.policies.tools.get(tool).and_then(|o| o.policy.max_parallel);
+        let policy_limit = over.or(entry.definition.policy.max_parallel);
+        let limits = catalog.limits();
+        let mut caps =
+            ConcurrencyCaps { tool: policy_limit, ..self.project_caps(catalog, project) };
+        if limits.is_empty() {
+            return Some(caps);
+        }
+        let max_parallel = |kind, name: &str| limits.find(kind, project, name).max_parallel;
+        caps.tool = stricter(policy_limit, max_parallel(LimitKind::Tool, tool));
+        let members = scope.members.as_deref();
+        let cap_of = |member: Option<&LimitMember>| {
+            member.and_then(|member| max_parallel(member.kind, &member.name))
+        };
+        caps.agent = cap_of(members.and_then(|members| members.agent.as_ref()));
+        caps.user = cap_of(members.and_then(|members| members.user.as_ref()));
+        Some(caps)
+    }
+
+    fn project_caps(&self, catalog: &Catalog, project: &str) -> ConcurrencyCaps {
+        let policy_limit = self.core.policies.projects.get(project).and_then(|p| p.max_parallel);
+        let limits = catalog.limits();
+        let stored = match limits.is_empty() {
+            true => None,
+            false => limits.find(LimitKind::Project, project, project).max_parallel,
+        };
         ConcurrencyCaps {
             global: self.core.policies.global.max_parallel,
-            project: project_limit,
-            tool: None,
+            project: stricter(policy_limit, stored),
+            ..ConcurrencyCaps::default()
         }
     }
+
+    /// Applies changed usage limits to the open calls: they are counted, and their slots and queues
+    /// follow.
+    pub(crate) fn apply_limit_changes(&self) {
+        let catalog = self.registry.catalog();
+        let limits = catalog.limits();
+        if !self.open_calls.set_limits(limits) {
+            return;
+        }
+        for entry in self.open_calls.all() {
+            let call = entry.call();
+            let members = slot_members(limits, &call);
+            self.limiter.set_queued_members(&call.id, members.clone());
+            entry.set_slot_members(members);
+        }
+    }
+}
+
+/// Returns the members of a call whose attempts in flight are limited.
+fn slot_members(limits: &UsageLimitSet, call: &Call) -> Option<Arc<SlotMembers>> {
+    if !limits.limits_parallel_members() || call.target.executor == Executor::CALLER {
+        return None;
+    }
+    let limited = |kind: LimitKind, name: &str| {
+        limits.find(kind, &call.project, name).max_parallel?;
+        Some(LimitMember { kind, project: call.project.clone(), name: name.to_owned() })
+    };
+    let user = call.origin.attributes.user.as_deref();
+    let members = SlotMembers {
+        agent: limited(LimitKind::Agent, &call.origin.agent),
+        user: user.and_then(|user| limited(LimitKind::User, user)),
+    };
+    (members != SlotMembers::default()).then(|| Arc::new(members))
 }
 
 /// Counts the work of clients against the limits of the engine and of its project.
@@ -134,14 +200,14 @@ impl ClientWorkLimiter {
     fn scope_of(project: &str) -> SlotScope {
         // No tool can have this name.
         let queue = QueueKey { project: project.to_owned(), tool: "(clients)".to_owned() };
-        SlotScope { queue: Arc::new(queue), is_shared: true }
+        SlotScope { queue: Arc::new(queue), members: None, is_shared: true }
     }
 }
 
 impl DeliveryLimiter for ClientWorkLimiter {
     fn try_acquire(&self, project: &str) -> Option<DeliveryPermit> {
         let dispatcher = self.dispatcher.upgrade()?;
-        let caps = dispatcher.project_caps(project);
+        let caps = dispatcher.project_caps(&dispatcher.registry.catalog(), project);
         let slot = dispatcher.limiter.try_acquire_delivery(&Self::scope_of(project), &caps)?;
         Some(Box::new(slot))
     }
@@ -166,6 +232,12 @@ pub(crate) fn check_pinned_client(
     let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
     let fault = Fault::new(Code::ValidationError, message).without_side_effect();
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
+}
+
+fn is_switched_off(catalog: &Catalog, project: &str, tool: &Compiled) -> bool {
+    let definition = &tool.definition;
+    let switches = catalog.switches();
+    switches.find_for_tool(project, &definition.name, definition.executor).is_some()
 }
 
 /// Returns true if the call is not pinned to a client, or that client offers this tool.
@@ -200,6 +272,24 @@ impl Dispatcher {
         let fault = self.denial_fault(&caller, tool, decision).await;
         let event = Event::PermissionRevoked { fault };
         self.advance_with_retry(&call.project, &call.id, event).await;
+        true
+    }
+
+    /// Ends a call that a kill switch covers, also while it runs. Returns true if one does.
+    pub(crate) async fn end_if_switched_off(self: &Arc<Self>, entry: &OpenCall) -> bool {
+        let catalog = self.registry.catalog();
+        if catalog.switches().is_empty() {
+            return false;
+        }
+        let call = entry.call();
+        let Some(switch) = catalog.switches().find_for_call(&call) else { return false };
+        if call.status.is_terminal() {
+            return true;
+        }
+        let event = Event::SwitchedOff { fault: switch.to_fault() };
+        self.advance_with_retry(&call.project, &call.id, event).await;
+        metrics::counter!("toolcrib_switched_off_calls_total", "kind" => switch.kind.as_str())
+            .increment(1);
         true
     }
 

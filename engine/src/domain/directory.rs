@@ -7,6 +7,12 @@
 
 pub mod audit;
 pub mod credential;
+pub mod kill_switches;
+pub mod usage_limits;
+
+use kill_switches::{KillSwitch, SwitchKind};
+use usage_limits::{LimitKind, UsageLimit};
+
 use crate::domain::access_rules::{AccessRule, RuleSetChange, RuleSetVersion};
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
@@ -93,6 +99,10 @@ pub struct Directory {
     pub rule_versions: Vec<RuleSetVersion>,
     /// The upstreams added at run time.
     pub upstreams: Vec<Upstream>,
+    /// The stored usage limits of all projects.
+    pub limits: Vec<UsageLimit>,
+    /// The kill switches that are set.
+    pub switches: Vec<KillSwitch>,
 }
 
 /// One change to the directory.
@@ -207,6 +217,28 @@ pub enum DirectoryChange {
         upstream: String,
         /// Definitions of all its tools from now on.
         tools: Vec<ToolDefinition>,
+    },
+    /// Replaces the limit of the same member.
+    PutLimit(UsageLimit),
+    /// Removes the limit of a member.
+    DropLimit {
+        /// Id of the limit's project.
+        project: String,
+        /// Kind of the member.
+        kind: LimitKind,
+        /// Name of the member, or `*`.
+        name: String,
+    },
+    /// Sets a kill switch, or replaces its reason.
+    PutSwitch(KillSwitch),
+    /// Removes a kill switch.
+    DropSwitch {
+        /// Id of the switch's project.
+        project: String,
+        /// Kind of the subject.
+        kind: SwitchKind,
+        /// Name of the subject, as stored.
+        name: String,
     },
 }
 

@@ -41,7 +41,7 @@ pub enum Code {
     OutcomeUnknown,
     /// The call was canceled.
     Canceled,
-    /// The tool or the project is at its limit of calls.
+    /// A limit on calls is reached: of the agent, the user, the tool or the project.
     RateLimited,
     /// The server has no capacity for more work at present.
     Overloaded,

@@ -197,6 +197,7 @@ impl EngineBuilder {
         let engine = self.build_idle().await?;
         // Before the first request, which may repeat one that an earlier process received.
         engine.calls.rejoin.load().await?;
+        engine.calls.restore_rates().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
         spawn_reconcilers(&engine, retention_ms);
         if let Some(retention_ms) = audit_retention_ms {
@@ -285,6 +286,7 @@ impl EngineBuilder {
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
         registry.reload_catalog().await?;
+        dispatcher.apply_limit_changes();
         Ok(Engine { core, registry, admin, clients, calls, utp, webhooks, runs })
     }
 }
@@ -330,6 +332,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
+    tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));
     if engine.core.webhook_sender.is_some() {
         tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
     }

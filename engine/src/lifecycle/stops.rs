@@ -2,8 +2,8 @@
 //! rules. Pure.
 
 use super::{
-    Action, Refusal, Transition, end_call, end_record, ignored_record, into_transition,
-    stop_actions,
+    Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, ignored_record,
+    into_transition, stop_actions,
 };
 use crate::domain::call::{Call, Status};
 use crate::domain::event::EventKind;
@@ -69,6 +69,31 @@ pub(super) fn deny(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition
     if call.attempt > 0 {
         // An earlier attempt, or one that was delivered and not acknowledged, may have had effects.
         fault.side_effect = SideEffect::Possible;
+    }
+    abort(call, &fault, now_ms)
+}
+
+/// Ends a call because of a kill switch, also while it runs: its attempt is stopped. The outcome of
+/// an irreversible attempt that may have begun is unknown.
+pub(super) fn switch_off(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::NotApplicable);
+    }
+    let mut fault = fault.clone();
+    if call.attempt > 0 {
+        fault.side_effect = SideEffect::Possible;
+    }
+    if call.may_have_begun() {
+        match call.target.effect {
+            Effect::Read => {}
+            Effect::Idempotent => {
+                fault.message.push_str("; it was under way and may have taken effect");
+            }
+            Effect::Irreversible => {
+                fault.code = Code::OutcomeUnknown;
+                fault.message = format!("{}; it was under way: {MAY_HAVE_HAPPENED}", fault.message);
+            }
+        }
     }
     abort(call, &fault, now_ms)
 }

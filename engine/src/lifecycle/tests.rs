@@ -5,6 +5,7 @@
 //! each row of the table has one cell per state. The table holds for every executor. Other rules
 //! (retries, fallbacks, duplicates, messages) follow it.
 
+mod stops;
 mod time_limits;
 use super::*;
 use crate::domain::call::{Origin, Target};
@@ -82,6 +83,7 @@ listed_enum! {
         Cancel,
         Abort,
         PermissionRevoked,
+        SwitchedOff,
         OwnerLost,
     }
 }
@@ -145,6 +147,7 @@ fn cases_of(event: &Event) -> &'static [Case] {
         Event::Cancel { .. } => &[Case::Cancel],
         Event::Abort { .. } => &[Case::Abort],
         Event::PermissionRevoked { .. } => &[Case::PermissionRevoked],
+        Event::SwitchedOff { .. } => &[Case::SwitchedOff],
         Event::OwnerLost { .. } => &[Case::OwnerLost],
     }
 }
@@ -304,6 +307,7 @@ fn event_of(case: Case) -> (Event, u64) {
             let fault = Fault::new(Code::PermissionDenied, "no rule allows it");
             Event::PermissionRevoked { fault: fault.without_side_effect() }
         }
+        Case::SwitchedOff => stops::switched_off(),
         Case::OwnerLost => Event::OwnerLost { node: "n2".into() },
     };
     let at_ms = match case {
@@ -432,6 +436,8 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
             [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
         Case::PermissionRevoked =>
             [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
+        Case::SwitchedOff =>
+            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO],
         Case::OwnerLost =>
             [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, RUN,   NO,    NO,    NO,    NO],
     }
@@ -502,7 +508,7 @@ fn check_transition(before: &Call, step: &Transition, state: State, case: Case) 
     let by_clock = matches!(case, Case::AttemptDeadlineDue | Case::AttemptDeadlineAbsent)
         && !call.has_attempt_in_flight();
     let by_server = matches!(call.status, Status::Timeout | Status::Canceled)
-        || matches!(case, Case::Abort | Case::PermissionRevoked);
+        || matches!(case, Case::Abort | Case::PermissionRevoked | Case::SwitchedOff);
     let stopped = by_clock || by_server && !by_executor;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(
@@ -759,40 +765,5 @@ fn another_client_acknowledges_only_after_the_lease_moved() {
             Effect::Irreversible => assert!(matches!(moved, Err(Refusal::WrongAttempt(_)))),
             _ => assert_eq!(moved.unwrap().call.acknowledged_by.as_deref(), Some("c2")),
         }
-    }
-}
-
-#[test]
-fn a_call_executes_nothing_before_its_predecessor_ends() {
-    let waiting = call_in(Executor::BUILTIN, State::Predecessor);
-    let (lost, now) = event_of(Case::OwnerLost);
-    let recovered = step(&waiting, &lost, now).unwrap();
-    assert_eq!(
-        (recovered.call.hold, recovered.actions),
-        (waiting.hold, vec![Action::AwaitPredecessor])
-    );
-    let canceled = step(&waiting, &event_of(Case::Cancel).0, NOW).unwrap();
-    assert_eq!(canceled.actions, [Action::NotifyEnded]);
-    let late = step(&waiting, &Event::Deadline, DEADLINE).unwrap().call;
-    let fault = late.outcome.unwrap().error.unwrap();
-    assert!(fault.message.contains("the call before t had not ended"), "{fault}");
-    assert_eq!((fault.retryable, fault.side_effect), (true, SideEffect::None));
-}
-
-#[test]
-fn the_timeout_of_a_successor_starts_when_its_predecessor_ends() {
-    for (timeout_ms, deadline_ms) in [(40, NOW + 40), (u64::MAX, DEADLINE)] {
-        let hold = Some(Hold::Predecessor { timeout_ms });
-        let waiting = Call { hold, ..queued_call(Executor::BUILTIN, Effect::Read) };
-        let queued = step(&waiting, &Event::PredecessorEnded, NOW).unwrap();
-        assert_eq!(queued.actions, [Action::Enqueue]);
-        assert_eq!((queued.call.hold, queued.call.deadline_ms), (Some(Hold::Queue), deadline_ms));
-        let claimed = step(&queued.call, &claim_by("n1"), NOW).unwrap();
-        assert_eq!(claimed.call.status, Status::Running);
-        assert_eq!(
-            step(&queued.call, &Event::PredecessorEnded, NOW),
-            Err(Refusal::NotApplicable),
-            "once"
-        );
     }
 }

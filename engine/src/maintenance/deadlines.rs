@@ -46,6 +46,7 @@ fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64)
 /// Follows a change of the system time, and acts on every call that is due. Returns the number of
 /// calls.
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
+    calls.dispatcher.record_clock_step(calls.core.clock.wall_offset_ms()).await;
     calls.dispatcher.follow_wall_clock().await;
     let mut count = 0;
     loop {

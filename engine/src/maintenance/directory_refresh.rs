@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use crate::registry::Registry;
 
-const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
+/// Half of the second within which a change applies everywhere.
+const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 
 pub(crate) async fn run(registry: Arc<Registry>) {
     loop {

@@ -18,7 +18,7 @@ pub(crate) async fn run(calls: Arc<Calls>) {
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
     let mut count = 0;
     while let Some((id, slot)) =
-        calls.dispatcher.limiter.pop_ready(|queue| calls.dispatcher.resolve_caps(queue))
+        calls.dispatcher.limiter.pop_ready(|scope| calls.dispatcher.resolve_caps(scope))
     {
         // Canceled or timed out while queued: its slot is released at once.
         let Some(entry) = calls.dispatcher.open_calls.get(&id) else { continue };
@@ -27,7 +27,9 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
         let claim = async move {
             // Between the rule's change and this claim, the reconciler of revocations may not have
             // reached the call.
-            if dispatcher.end_if_denied(&entry.call()).await {
+            if dispatcher.end_if_switched_off(&entry).await
+                || dispatcher.end_if_denied(&entry.call()).await
+            {
                 return;
             }
             entry.set_slot(slot);

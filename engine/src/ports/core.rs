@@ -13,6 +13,7 @@ use super::clock::Clock;
 use super::observer::Observer;
 use super::store::{Store, StoreError};
 use super::webhook_sender::WebhookSender;
+use crate::domain::directory::usage_limits::ConfiguredLimit;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::retry::{ExecutionPolicy, ExecutionPolicyPatch};
@@ -79,6 +80,8 @@ pub struct ExecutionPolicies {
     pub projects: HashMap<String, ExecutionPolicyPatch>,
     /// Changes by tool name; they take precedence over the tool's definition.
     pub tools: HashMap<String, ToolOverride>,
+    /// Usage limits that hold in every project, in addition to the stored ones.
+    pub limits: Vec<ConfiguredLimit>,
 }
 
 /// Policy and fallback tools that the operator set for one tool.

@@ -10,6 +10,7 @@ mod memory;
 pub mod rule_history;
 pub mod runs;
 pub mod undelivered;
+pub mod usage;
 pub mod utp;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -364,6 +365,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the store of undelivered requests.
     fn undelivered(&self) -> &dyn undelivered::UndeliveredRequestStore;
+
+    /// Returns the usage that rate limits count.
+    fn usage(&self) -> &dyn usage::UsageStore;
 
     /// Returns the earlier versions of the access rules.
     fn rule_history(&self) -> &dyn rule_history::RuleHistoryStore;

@@ -14,6 +14,8 @@ use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
+use crate::domain::directory::kill_switches::KillSwitchSet;
+use crate::domain::directory::usage_limits::{ConfiguredLimit, UsageLimitSet};
 use crate::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
@@ -152,6 +154,8 @@ pub struct Catalog {
     /// Project and agent of the active keys whose requests never join an earlier call.
     agents_without_rejoin: HashSet<(String, String)>,
     pub(super) directory: Directory,
+    limits: Arc<UsageLimitSet>,
+    switches: Arc<KillSwitchSet>,
     pub(super) rules: RuleIndex,
     /// Risks that the operator set, by tool.
     risks: Arc<HashMap<String, Risk>>,
@@ -166,11 +170,13 @@ impl Catalog {
         Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
-    /// Sets the clock of conditions, and the risks that the operator set for tools.
+    /// Sets the clock of conditions, the risks that the operator set for tools, and the usage
+    /// limits of the configuration.
     pub(crate) fn with_settings(self, clock: Arc<dyn Clock>, policies: &ExecutionPolicies) -> Self {
         let tools = policies.tools.iter();
         let risks = tools.filter_map(|(name, over)| Some((name.clone(), over.risk?))).collect();
-        let mut next = Self { clock: Some(clock), risks: Arc::new(risks), ..self };
+        let limits = Arc::new(UsageLimitSet::new(&[], &policies.limits));
+        let mut next = Self { clock: Some(clock), risks: Arc::new(risks), limits, ..self };
         let shared = std::mem::take(&mut next.shared_tools).into_iter();
         next.shared_tools = shared.map(|(name, entry)| (name, next.with_risk(entry))).collect();
         next
@@ -188,7 +194,12 @@ impl Catalog {
 
     /// Builds the next version and reuses existing entries, and those that a request has just
     /// compiled.
-    pub(crate) fn rebuild(&self, directory: Directory, compiled: &[Arc<CatalogEntry>]) -> Self {
+    pub(crate) fn rebuild(
+        &self,
+        directory: Directory,
+        compiled: &[Arc<CatalogEntry>],
+        configured_limits: &[ConfiguredLimit],
+    ) -> Self {
         let compiled: HashMap<&str, &Arc<CatalogEntry>> =
             compiled.iter().map(|entry| (entry.definition.name.as_str(), entry)).collect();
         let mut next = Self {
@@ -226,6 +237,8 @@ impl Catalog {
         let without = open.filter(|key| !key.rejoin);
         next.agents_without_rejoin =
             without.map(|key| (key.project.clone(), key.agent.clone())).collect();
+        next.limits = Arc::new(UsageLimitSet::new(&directory.limits, configured_limits));
+        next.switches = Arc::new(KillSwitchSet::new(&directory.switches));
         next.version = directory.version;
         next.directory = directory;
         next
@@ -300,6 +313,16 @@ impl Catalog {
 
     pub(crate) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
         self.directory.clients.get(*self.client_positions.get(project, client_id)?)
+    }
+
+    /// Returns the usage limits in force.
+    pub(crate) fn limits(&self) -> &Arc<UsageLimitSet> {
+        &self.limits
+    }
+
+    /// Returns the kill switches that are set.
+    pub(crate) fn switches(&self) -> &Arc<KillSwitchSet> {
+        &self.switches
     }
 
     pub(crate) fn directory(&self) -> &Directory {
@@ -519,7 +542,8 @@ impl Registry {
         }
         let directory = self.core.store.directory().await.map_err(from_store_error)?;
         self.raise_time_floor(directory.latest_time_ms);
-        let next = Arc::new(self.catalog().rebuild(directory, compiled));
+        let limits = &self.core.policies.limits;
+        let next = Arc::new(self.catalog().rebuild(directory, compiled, limits));
         *self.catalog.write() = next;
         self.listeners().iter().for_each(|listener| listener.directory_changed());
         self.core.bus.wake(&Topic::Directory);

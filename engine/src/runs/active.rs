@@ -23,6 +23,8 @@ pub(crate) struct ActiveRuns {
 
 /// A run that this process drives.
 pub(crate) struct ActiveRun {
+    /// Project and agent that the run acts for.
+    pub(crate) owner: (String, String),
     /// The last committed state.
     pub(crate) state: Arc<Held<ActiveRunState>>,
     /// Interrupts the driver, which then re-reads the state.
@@ -47,7 +49,9 @@ pub(crate) struct ActiveRunState {
 impl ActiveRun {
     pub(crate) fn new(run: Run) -> Arc<Self> {
         let status = Mutex::new(run.status);
+        let owner = (run.project.clone(), run.owner.agent.clone());
         Arc::new(Self {
+            owner,
             state: Arc::new(Held::new(ActiveRunState {
                 run,
                 initial_messages: None,

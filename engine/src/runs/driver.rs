@@ -248,6 +248,7 @@ struct RunDriver<'a> {
 impl RunDriver<'_> {
     async fn run_to_end(mut self, mut waits: bool) -> Result<(), Error> {
         loop {
+            self.check_is_on()?;
             if waits {
                 self.wait_for_input().await?;
                 self.commit_progress(None, None).await?;
@@ -290,6 +291,11 @@ impl RunDriver<'_> {
                 }
             }
         }
+    }
+
+    /// Fails if the agent or the project of the run is switched off.
+    fn check_is_on(&self) -> Result<(), Error> {
+        Ok(self.engine.registry.catalog().check_caller_is_on(&self.caller)?)
     }
 
     /// Fails if the API key that the run acts for was revoked.

@@ -24,7 +24,7 @@ use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
-use crate::runs::active::{RunGuard, StartedRun, run_not_found};
+use crate::runs::active::{ActiveRun, RunGuard, StartedRun, run_not_found};
 use crate::runs::{Runs, agent_loop};
 
 /// A request to start a run.
@@ -272,6 +272,7 @@ impl Runs {
     /// Resumes a failed or canceled run from its last stored step.
     pub async fn resume_run(self: &Arc<Self>, caller: &Caller, run_id: &str) -> Result<Run, Error> {
         require_run_access(caller)?;
+        self.registry.catalog().check_caller_is_on(caller)?;
         self.check_run_capacity()?;
         let run = self.find_run(caller, run_id).await?;
         require_run_owner(caller, &run)?;
@@ -342,6 +343,17 @@ impl Runs {
         Ok(count)
     }
 
+    /// Interrupts the runs of agents and projects that are switched off. Their drivers end them.
+    pub(crate) fn interrupt_switched_off(&self) {
+        let catalog = self.registry.catalog();
+        let active: Vec<_> = self.active_runs.by_id.lock().values().cloned().collect();
+        let is_off = |run: &ActiveRun| {
+            let (project, agent) = &run.owner;
+            catalog.switches().find_for_agent(project, agent).is_some()
+        };
+        active.iter().filter(|run| is_off(run)).for_each(|run| run.interrupt.notify_one());
+    }
+
     /// Returns the number of runs that have not ended.
     pub fn open_run_count(&self) -> usize {
         self.active_runs.len()
@@ -368,6 +380,7 @@ impl Runs {
         new: &RunRequest,
     ) -> Result<(), Error> {
         require_run_access(caller)?;
+        self.registry.catalog().check_caller_is_on(caller)?;
         self.check_run_capacity()?;
         let has_valid_length = (1..=255).contains(&new.model.len());
         if !has_valid_length || new.model.chars().any(char::is_control) {

@@ -257,6 +257,10 @@ impl Store for FlakyStore {
         self.inner.runs()
     }
 
+    fn usage(&self) -> &dyn toolcrib::ports::store::usage::UsageStore {
+        self.inner.usage()
+    }
+
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
         self.inner.undelivered()
     }

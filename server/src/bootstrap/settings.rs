@@ -43,6 +43,7 @@ pub fn execution_policies(config: &Config) -> ExecutionPolicies {
                 (name.clone(), ToolOverride { policy, fallback, risk: tool.risk })
             })
             .collect(),
+        limits: config.limits.configured_limits(),
     }
 }
 
@@ -184,6 +185,10 @@ mod tests {
             args = { q = { from = \"/query\" }, units = { value = \"metric\" } }
             [limits]
             max_open_calls = 11
+            [limits.agent.ada]
+            per_minute = 60
+            [limits.tool.\"mail.send\"]
+            max_parallel = 2
         ";
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("toolcrib.toml");
@@ -199,5 +204,9 @@ mod tests {
         assert_eq!(tool.fallback[0].tool, "weather.backup");
         assert_eq!(tool.fallback[0].args.as_ref().unwrap().len(), 2);
         assert_eq!(engine_limits(&config).max_open_calls, 11);
+        let limits: Vec<_> = policies.limits.iter().map(|limit| limit.name.as_str()).collect();
+        assert_eq!(limits, ["ada", "mail.send"]);
+        assert_eq!(policies.limits[0].values.per_minute, Some(60));
+        assert_eq!(policies.limits[1].values.max_parallel, Some(2));
     }
 }

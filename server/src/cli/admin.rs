@@ -1,4 +1,5 @@
-//! `keys`, `tokens`, `allow`, `deny`, `rules`, `audit`: manage access and permissions.
+//! `keys`, `tokens`, `allow`, `deny`, `rules`, `limits`, `switch`, `audit`: manage access and
+//! permissions.
 //!
 //! Without `--server` the commands work on the data directory, beside a running server or before
 //! its first start; write access to it makes the user the operator. With `--server` they need an
@@ -6,7 +7,9 @@
 
 mod audit;
 mod keys;
+pub mod limits;
 mod rules;
+pub mod switches;
 mod target;
 use clap::Args;
 pub use keys::{KeysArgs, TokensArgs, keys, tokens};

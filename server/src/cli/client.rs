@@ -88,7 +88,11 @@ impl<'a> ApiRequest<'a> {
     fn is_administrative(&self) -> bool {
         matches!(
             self.path[..],
-            ["v1", "keys" | "session_tokens" | "rules" | "audit" | "sources", ..]
+            [
+                "v1",
+                "keys" | "session_tokens" | "rules" | "limits" | "switches" | "audit" | "sources",
+                ..
+            ]
         )
     }
 }

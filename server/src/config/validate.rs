@@ -32,6 +32,7 @@ impl Config {
         self.configured_rules()?;
         self.check_policies()?;
         self.check_numbers()?;
+        self.limits.check_usage_limits()?;
         self.webhooks.validate()?;
         for (setting, days) in [
             ("retention.finished_calls_days", self.retention.finished_calls_days),

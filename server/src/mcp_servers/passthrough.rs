@@ -30,6 +30,11 @@ pub struct UpstreamPassthrough {
     lists: UpstreamLists,
 }
 
+/// Returns true if the rules allow the caller a name of an upstream, and no kill switch covers it.
+fn may_use(engine: &Engine, caller: &Caller, name: &str) -> bool {
+    engine.registry().is_allowed(caller, name) && engine.registry().is_upstream_on(caller, name)
+}
+
 type Peers = BTreeMap<String, Peer<RoleClient>>;
 
 impl UpstreamPassthrough {
@@ -44,7 +49,7 @@ impl UpstreamPassthrough {
         peers.retain(|name, _| source.is_none_or(|source| source == name));
         peers.retain(|name, peer| {
             let has = peer.peer_info().is_some_and(|info| info.capabilities.resources.is_some());
-            has && self.engine.registry().is_allowed(caller, &format!("{name}.resources"))
+            has && may_use(&self.engine, caller, &format!("{name}.resources"))
         });
         peers
     }
@@ -185,7 +190,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         for (upstream, list) in join_all(asked).await {
             for mut prompt in list.iter().cloned() {
                 prompt.name = format!("{upstream}.{}", prompt.name);
-                if self.engine.registry().is_allowed(caller, &prompt.name) {
+                if may_use(&self.engine, caller, &prompt.name) {
                     all.push(prompt);
                 }
             }
@@ -202,7 +207,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         let name = asked.name.to_string();
         let Some((upstream, theirs)) = split_prompt_name(&name) else { return Ok(None) };
         let peer = self.upstreams.peers(&caller.project).remove(upstream);
-        let Some(peer) = peer.filter(|_| self.engine.registry().is_allowed(caller, &name)) else {
+        let Some(peer) = peer.filter(|_| may_use(&self.engine, caller, &name)) else {
             return Ok(None);
         };
         asked.name = theirs.to_owned();
@@ -226,7 +231,7 @@ impl PassthroughProvider for UpstreamPassthrough {
                     return Ok(CompleteResult::default());
                 };
                 prompt.name = theirs.to_owned();
-                let allowed = self.engine.registry().is_allowed(caller, &name);
+                let allowed = may_use(&self.engine, caller, &name);
                 let peer = self.upstreams.peers(&caller.project).remove(upstream);
                 peer.filter(|_| allowed).map(|peer| (upstream.to_owned(), peer))
             }
@@ -258,8 +263,7 @@ impl PassthroughProvider for UpstreamPassthrough {
             tools.iter().any(|tool| tool.definition.name.starts_with(&prefix))
         };
         let is_configured = self.upstreams.has(&caller.project, source);
-        is_configured
-            && (engine.registry().is_allowed(caller, &format!("{source}.resources")) || offered())
+        is_configured && (may_use(&engine, caller, &format!("{source}.resources")) || offered())
     }
 
     fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {
@@ -278,8 +282,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         // changed.
         let is_prompt_list = change.kind == PassthroughChangeKind::PromptList;
         is_in_scope
-            && (is_prompt_list
-                || self.engine.registry().is_allowed(caller, &format!("{name}.resources")))
+            && (is_prompt_list || may_use(&self.engine, caller, &format!("{name}.resources")))
     }
 }
 

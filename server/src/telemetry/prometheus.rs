@@ -18,6 +18,8 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_mcp_resumed_streams_total", "Streams of calls that MCP clients resumed"),
     ("toolcrib_rejoined_total", "Repeated requests that joined undelivered work, by kind"),
     ("toolcrib_policy_decisions_total", "Decisions on whether an agent may call a tool"),
+    ("toolcrib_limit_refusals_total", "Calls over a usage limit, by its kind and value"),
+    ("toolcrib_switched_off_calls_total", "Open calls that a kill switch ended, by its kind"),
     ("toolcrib_sign_in_failures_total", "Requests with credentials that are not valid"),
     ("toolcrib_reconciled_calls_total", "Calls found open and taken up after a start"),
     ("toolcrib_runs_total", "Runs that came to an end, by status"),
@@ -39,6 +41,7 @@ const GAUGES: MetricDescriptions = &[
     ("toolcrib_runs_open", "Runs that are not over"),
     ("toolcrib_clients_connected", "Open connections of clients that execute tools"),
     ("toolcrib_upstreams", "MCP servers behind Toolcrib, by state"),
+    ("toolcrib_switches", "Kill switches that are set, by kind"),
     ("toolcrib_streams_open", "Open event streams and WebSockets"),
     ("toolcrib_schemas_compiled_bytes", "Memory of the compiled schemas"),
     ("toolcrib_store_size_bytes", "Size of the database and its log"),
@@ -92,6 +95,15 @@ fn install_recorder() -> Option<PrometheusHandle> {
     metrics::gauge!("toolcrib_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
     for decision in ["allow", "deny"] {
         metrics::counter!("toolcrib_policy_decisions_total", "decision" => decision).increment(0);
+    }
+    for kind in ["agent", "user", "tool", "project"] {
+        for limit in ["per_minute", "max_open"] {
+            let labels = [("kind", kind), ("limit", limit)];
+            metrics::counter!("toolcrib_limit_refusals_total", &labels).increment(0);
+        }
+    }
+    for kind in ["tool", "agent", "source", "project"] {
+        metrics::counter!("toolcrib_switched_off_calls_total", "kind" => kind).increment(0);
     }
     for reason in ["ended", "wrong_attempt"] {
         metrics::counter!("toolcrib_late_results_total", "reason" => reason).increment(0);

@@ -22,6 +22,7 @@ mod fairness;
 mod idempotency;
 mod identity;
 mod ingress;
+mod limits;
 mod listing;
 mod mcp;
 mod mcp_clients;

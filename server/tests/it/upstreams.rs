@@ -27,7 +27,7 @@ async fn server(upstreams: Vec<McpServerSettings>) -> Server {
 }
 
 /// Waits until a source is in this state and returns the response that shows it.
-async fn wait_for_state(api: &Api, name: &str, state: &str) -> Value {
+pub async fn wait_for_state(api: &Api, name: &str, state: &str) -> Value {
     until(&format!("{name} to be {state}"), || async {
         let reply = api.get(&format!("/v1/sources/mcp/{name}")).await;
         (reply.body["state"] == state).then_some(reply.body)
@@ -51,7 +51,7 @@ fn result_text(call: &Value) -> &str {
 }
 
 /// Settings of an upstream over HTTP.
-fn http_upstream(url: &str) -> McpServerSettings {
+pub fn http_upstream(url: &str) -> McpServerSettings {
     McpServerSettings {
         name: "fixture".into(),
         url: Some(url.to_owned()),

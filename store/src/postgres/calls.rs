@@ -1,5 +1,6 @@
 //! The SQL of calls. Inserts and updates of calls are pipelined.
 
+mod usage;
 use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::domain::call::{Call, Status};

@@ -4,6 +4,7 @@
 
 mod api_keys;
 pub(super) mod audit;
+mod limits;
 mod rules;
 use audit::insert_audit_entry;
 use serde_json::Value;
@@ -18,8 +19,8 @@ use super::pool::PooledSession;
 use super::strip_nul_chars;
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
-    RowReader, decode, encode, encode_definition, read_client, read_offer, read_project, read_tool,
-    read_upstream,
+    RowReader, decode, encode, encode_definition, read_client, read_limit, read_offer,
+    read_project, read_switch, read_tool, read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
@@ -75,6 +76,8 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
         rules: rules::rules_in_force(session).await?,
         rule_versions: rules::present_versions(session).await?,
         upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
+        limits: session.query_map(limits::LIMITS, &[], read_limit).await?,
+        switches: session.query_map(limits::SWITCHES, &[], read_switch).await?,
     };
     lent.end_snapshot().await?;
     Ok(directory)
@@ -140,6 +143,10 @@ pub(super) async fn apply_change(
         DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
             set_upstream_tools(session, project, upstream, tools).await?;
         }
+        DirectoryChange::PutLimit(_)
+        | DirectoryChange::DropLimit { .. }
+        | DirectoryChange::PutSwitch(_)
+        | DirectoryChange::DropSwitch { .. } => limits::apply_change(session, change).await?,
         DirectoryChange::ChangeRules(change) => rules::apply(session, change).await?,
         DirectoryChange::AddKey(_)
         | DirectoryChange::RevokeKey { .. }

@@ -2,11 +2,14 @@
 
 use toolcrib::domain::access_rules::{AccessRule, RuleSetVersion};
 use toolcrib::domain::directory::audit::{AuditRow, RequestOrigin};
+use toolcrib::domain::directory::kill_switches::KillSwitch;
+use toolcrib::domain::directory::usage_limits::{LimitValues, UsageLimit};
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Project, SessionToken, ToolOffer, Upstream,
 };
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::usage::AcceptedCall;
 
 use super::{RowReader, decode, decode_definition};
 
@@ -98,6 +101,48 @@ pub(crate) fn read_upstream(row: &impl RowReader) -> Result<Upstream, StoreError
         settings: decode(&row.text(3)?)?,
         added_ms: row.unsigned(4)?,
     })
+}
+
+/// Reads `project, kind, name, per_minute, max_open, max_parallel, updated_ms`.
+pub(crate) fn read_limit(row: &impl RowReader) -> Result<UsageLimit, StoreError> {
+    let kind = row.text(1)?;
+    let value = |column| -> Result<Option<u32>, StoreError> {
+        let value = row.optional_unsigned(column)?;
+        Ok(value.map(|value| u32::try_from(value).unwrap_or(u32::MAX)))
+    };
+    Ok(UsageLimit {
+        project: row.text(0)?,
+        kind: kind.parse().map_err(|()| StoreError::Corrupt(format!("kind {kind}")))?,
+        name: row.text(2)?,
+        values: LimitValues { per_minute: value(3)?, max_open: value(4)?, max_parallel: value(5)? },
+        updated_ms: row.unsigned(6)?,
+    })
+}
+
+/// Reads `project, kind, name, reason, set_by, set_ms`.
+pub(crate) fn read_switch(row: &impl RowReader) -> Result<KillSwitch, StoreError> {
+    let kind = row.text(1)?;
+    Ok(KillSwitch {
+        project: row.text(0)?,
+        kind: kind.parse().map_err(|()| StoreError::Corrupt(format!("kind {kind}")))?,
+        name: row.text(2)?,
+        reason: row.text(3)?,
+        set_by: row.text(4)?,
+        set_ms: row.unsigned(5)?,
+    })
+}
+
+/// Reads `place, project, tool_name, created_ms, envelope`.
+pub(crate) fn read_accepted_call(row: &impl RowReader) -> Result<(u64, AcceptedCall), StoreError> {
+    let (agent, user) = super::decode_agent_and_user(&row.text(4)?)?;
+    let call = AcceptedCall {
+        project: row.text(1)?,
+        agent,
+        user,
+        tool: row.text(2)?,
+        accepted_ms: row.unsigned(3)?,
+    };
+    Ok((row.unsigned(0)?, call))
 }
 
 /// Columns of a row of the audit log, for [`read_audit_row`].

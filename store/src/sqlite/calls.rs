@@ -1,6 +1,7 @@
 //! The changes of calls.
 
 pub(super) mod undelivered;
+mod usage;
 use rusqlite::params;
 use tokio::sync::oneshot;
 use toolcrib::domain::id::CallId;

@@ -2,6 +2,7 @@
 
 mod api_keys;
 pub(super) mod audit;
+mod limits;
 mod rules;
 use audit::insert_audit_entry;
 use rusqlite::{Connection, Row, params};
@@ -62,6 +63,8 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
         rules: rules::rules_in_force(connection)?,
         rule_versions: rules::present_versions(connection)?,
         upstreams: upstreams::list_upstreams(connection)?,
+        limits: limits::list_limits(connection)?,
+        switches: limits::list_switches(connection)?,
     };
     Ok(directory)
 }
@@ -238,6 +241,7 @@ pub(super) fn apply_change(
             api_keys::apply_credential_change(connection, change)?
         }
         DirectoryChange::ChangeRules(change) => rules::apply(connection, change)?,
+        _ => limits::apply_change(connection, change)?,
     }
     if let Some(entry) = entry {
         insert_audit_entry(connection, entry)?;

@@ -14,6 +14,7 @@ pub mod purge;
 pub mod run_tools;
 pub mod runs;
 pub mod undelivered;
+pub mod usage;
 pub mod utp;
 
 /// Every behavior, as tests of the store that this expression opens.
@@ -92,6 +93,11 @@ macro_rules! conformance {
                     tool_definitions_are_separate_per_project_and_run
                     tool_definitions_are_purged_after_the_last_call_of_their_run
                     a_purge_deletes_tool_definitions_up_to_its_limit
+                }
+                usage {
+                    limits_and_switches_are_stored_replaced_and_removed
+                    accepted_calls_are_listed_newest_first_since_a_time
+                    a_recorded_clock_step_corrects_the_calls_before_it
                 }
                 undelivered {
                     an_undelivered_request_is_stored_with_its_call_and_run

@@ -302,6 +302,23 @@ impl FromRequestParts<HttpState> for NamePath {
     }
 }
 
+/// A kind and a name from the path.
+#[derive(serde::Deserialize)]
+pub(super) struct KindAndNamePath {
+    pub(super) kind: String,
+    pub(super) name: String,
+}
+
+impl FromRequestParts<HttpState> for KindAndNamePath {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
+        let path: Result<Path<Self>, PathRejection> = parts.extract().await;
+        let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
+        Ok(path.map_err(unreadable)?.0)
+    }
+}
+
 /// Query parameters. An invalid value is refused as problem details that name the parameter.
 pub(super) struct QueryParams<T>(pub(super) T);
 

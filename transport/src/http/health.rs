@@ -109,6 +109,9 @@ async fn metrics(
     for (state, count) in http_state.sources.iter().flat_map(|sources| sources.count_by_state()) {
         metrics::gauge!("toolcrib_upstreams", "state" => state).set(count as f64);
     }
+    for (kind, count) in engine.admin().switch_counts() {
+        metrics::gauge!("toolcrib_switches", "kind" => kind).set(count as f64);
+    }
     metrics::gauge!("toolcrib_schemas_compiled_bytes")
         .set(toolcrib::schema::compiled_bytes() as f64);
     if let Ok(bytes) = engine.store_size_bytes().await {

@@ -1,9 +1,10 @@
 //! HTTP v1: the API for agents and for operators.
 //!
-//! Every route under `/v1` is listed in `routes`, or in `run_routes` and `utp_routes`, which it
-//! merges. One file per resource holds its handlers and bodies. To add a route, write the handler
-//! in the file of its resource and add it to the list; the header of `http.rs` has the remaining
-//! steps. Handlers of one path with different methods share one `routes!`.
+//! Every route under `/v1` is listed in `routes`, or in `limit_routes`, `run_routes` and
+//! `utp_routes`, which it merges. One file per resource holds its handlers and bodies. To add a
+//! route, write the handler in the file of its resource and add it to the list; the header of
+//! `http.rs` has the remaining steps. Handlers of one path with different methods share one
+//! `routes!`.
 
 mod admin;
 mod agents;
@@ -66,6 +67,7 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(admin::audit::verify_audit))
         .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
+        .merge(limit_routes())
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))
         .routes(routes!(sources::show, sources::remove))
@@ -73,6 +75,16 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(sources::refresh))
         .routes(routes!(sources::sign_in, sources::sign_out))
         .merge(utp_routes())
+}
+
+/// Routes of usage limits and kill switches.
+fn limit_routes() -> OpenApiRouter<HttpState> {
+    use admin::{limits, switches};
+    OpenApiRouter::new()
+        .routes(routes!(limits::list_limits))
+        .routes(routes!(limits::show_limit, limits::put_limit, limits::drop_limit))
+        .routes(routes!(switches::list_switches))
+        .routes(routes!(switches::show_switch, switches::put_switch, switches::drop_switch))
 }
 
 /// Routes of access rules.

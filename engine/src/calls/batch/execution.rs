@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
 use crate::calls::accept::BatchMembership;
 use crate::calls::request::CallRequest;
-use crate::calls::{Calls, Until};
+use crate::calls::{Calls, Ticket, Until};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -86,6 +86,8 @@ pub(super) struct BatchExecution {
     tools: Vec<Option<Arc<CatalogEntry>>>,
     max_parallel: usize,
     wait_deadline_ms: u64,
+    /// Time until which entries over a rate limit wait.
+    limit_deadline_ms: u64,
     /// Number of lanes that have started.
     started_lanes: AtomicUsize,
     /// The last calls of lanes that are still open after the wait. Each occupies a concurrency
@@ -114,6 +116,7 @@ impl BatchExecution {
         Self {
             max_parallel: batch.max_parallel.unwrap_or(limits.max_batch_parallel),
             wait_deadline_ms: engine.core.now_ms() + wait_ms,
+            limit_deadline_ms: limit_deadline_ms(engine, &batch),
             engine: engine.clone(),
             caller: caller.clone(),
             batch,
@@ -247,17 +250,7 @@ impl BatchExecution {
         coming: Option<GroupMember>,
         after: Option<Arc<Call>>,
     ) -> LaneContinuation {
-        let request = self.invocation(index, entry);
-        let run = self.clone();
-        let ahead = move |call: &Arc<Call>| {
-            run.record_answer(index, run.ended_state(call.clone()).into(), true)
-        };
-        let membership = BatchMembership {
-            group_member: coming,
-            on_finished: Some(Box::new(ahead)),
-            predecessor: after,
-        };
-        let ticket = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
+        let ticket = match self.accept_entry(index, entry, coming, after).await {
             Ok(ticket) => ticket,
             Err(error) => {
                 let refused = BatchEntryState::Refused(fault_from_error(error));
@@ -292,6 +285,44 @@ impl BatchExecution {
         let (replayed, joined) = (ticket.replayed, ticket.joined);
         self.record_answer(index, EntryResolution { state, replayed, joined }, false);
         continuation
+    }
+
+    /// Accepts the call of an entry. If a rate limit refuses it, waits as the batch permits.
+    async fn accept_entry(
+        self: &Arc<Self>,
+        index: usize,
+        entry: &ParsedToolCall,
+        mut coming: Option<GroupMember>,
+        after: Option<Arc<Call>>,
+    ) -> Result<Ticket, Error> {
+        loop {
+            let request = self.invocation(index, entry);
+            let run = self.clone();
+            let ahead = move |call: &Arc<Call>| {
+                run.record_answer(index, run.ended_state(call.clone()).into(), true)
+            };
+            let membership = BatchMembership {
+                group_member: coming.take(),
+                on_finished: Some(Box::new(ahead)),
+                predecessor: after.clone(),
+            };
+            let error = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
+                Err(error) if error.code() == Code::RateLimited => error,
+                other => return other,
+            };
+            let Error::Refused { retry_after_ms: Some(wait_ms), .. } = error else {
+                return Err(error);
+            };
+            let core = &self.engine.core;
+            let retry_ms = core.now_ms().saturating_add(wait_ms);
+            if retry_ms > self.limit_deadline_ms {
+                return Err(error);
+            }
+            tokio::select! {
+                () = core.clock.sleep_until(retry_ms) => {}
+                () = core.shutdown.cancelled() => return Err(error),
+            }
+        }
     }
 
     fn invocation(&self, index: usize, entry: &ParsedToolCall) -> CallRequest {
@@ -333,6 +364,10 @@ impl BatchExecution {
         }
         BatchEntryState::Ended { call: Arc::new(slim), omitted_bytes: Some(size) }
     }
+}
+
+fn limit_deadline_ms(calls: &Calls, batch: &Batch) -> u64 {
+    batch.limit_wait_ms.map_or(0, |wait_ms| calls.core.now_ms().saturating_add(wait_ms))
 }
 
 fn not_started_fault() -> Fault {

@@ -9,6 +9,7 @@ mod rules;
 mod runs;
 mod undelivered;
 mod upstreams;
+mod usage;
 mod utp;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -46,6 +47,8 @@ struct MemoryState {
     credentials: credentials::Credentials,
     rules: rules::MemoryRules,
     undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
+    /// Position of the last call before each change of the time of day, and the change.
+    clock_steps: Vec<(u64, i64)>,
 }
 
 /// Stores everything in memory.
@@ -406,6 +409,10 @@ impl Store for MemoryStore {
     }
 
     fn runs(&self) -> &dyn crate::ports::store::runs::RunStore {
+        self
+    }
+
+    fn usage(&self) -> &dyn super::usage::UsageStore {
         self
     }
 

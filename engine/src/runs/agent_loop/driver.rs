@@ -200,6 +200,7 @@ impl<'a> AgentLoop<'a> {
             self.is_reply_resumed = true;
             return Ok(());
         }
+        self.engine.registry.catalog().check_caller_is_on(self.caller)?;
         self.refresh_tools();
         self.add_late_results(conversation).await?;
         let limits = &self.terms.limits;
@@ -292,6 +293,7 @@ impl<'a> AgentLoop<'a> {
         if let Some(closing) = conversation.progress.stop_reason {
             return Ok(StepOutcome::Answered(self.finish_at_limit(conversation, reply, closing)));
         }
+        self.engine.registry.catalog().check_caller_is_on(self.caller)?;
         if reply.calls.is_empty() {
             conversation.progress.pending_reply = None;
             if !reply.text.is_empty() {

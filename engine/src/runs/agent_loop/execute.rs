@@ -178,6 +178,8 @@ fn build_batch(
         max_parallel: acting.max_parallel,
         budget_tokens: Some(acting.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS)),
         wait_ms: Some(wait_ms.min(remaining_ms)),
+        // A rate limit delays the run; it is not the model's failure.
+        limit_wait_ms: Some(remaining_ms),
         // If the time limit ends with the wait, no further call starts.
         defer_unstarted: wait_ms < remaining_ms,
         timeout_ms: acting.timeout_ms,

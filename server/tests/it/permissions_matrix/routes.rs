@@ -21,7 +21,7 @@ enum Row {
 use Row::{Keyed, Open};
 
 /// The calls and runs in the paths are the admin's: what belongs to another agent looks unknown.
-const TABLE: [(&str, &str, Row); 105] = [
+const TABLE: [(&str, &str, Row); 113] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 404, 404, 200, 200])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 403, 403, 202, 202])),
@@ -112,6 +112,14 @@ const TABLE: [(&str, &str, Row); 105] = [
     ("post", "/v1/rules/explain", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("post", "/v1/rules/lint", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("post", "/v1/rules/rehearse", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("get", "/v1/limits", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("get", "/v1/limits/{kind}/{name}", Keyed([403, 403, 200, 404, 403, 200, 200, 403])),
+    ("put", "/v1/limits/{kind}/{name}", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("delete", "/v1/limits/{kind}/{name}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("get", "/v1/switches", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("get", "/v1/switches/{kind}/{name}", Keyed([403, 403, 200, 404, 403, 200, 200, 403])),
+    ("put", "/v1/switches/{kind}/{name}", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("delete", "/v1/switches/{kind}/{name}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
     ("get", "/v1/audit", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("get", "/v1/audit/export", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
     ("get", "/v1/audit/verify", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
@@ -279,6 +287,9 @@ impl Fixture {
     async fn request(&self, method: &str, path: &str) -> (String, Value) {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
+        if path.ends_with("/{kind}/{name}") {
+            return self.limit_request(method, path).await;
+        }
         let mut filled_path = path.replace("{name}", "a.tool");
         filled_path = filled_path.replace("{run_id}", &self.make_run_for(path).await);
         filled_path = filled_path.replace("{model}", "demo");
@@ -332,6 +343,19 @@ impl Fixture {
             filled_path.push_str("?client_id=c1");
         }
         (filled_path, self.body(path).await)
+    }
+
+    /// Returns the path and body of a request about a usage limit or a kill switch.
+    async fn limit_request(&self, method: &str, path: &str) -> (String, Value) {
+        let filled_path = path.replace("{kind}/{name}", &format!("agent/{method}"));
+        let body = match path.starts_with("/v1/limits") {
+            true => json!({ "per_minute": 9 }),
+            false => json!({ "reason": "a test" }),
+        };
+        if method != "put" {
+            self.admin.put(&filled_path, body.clone()).await.is(200);
+        }
+        (filled_path, body)
     }
 
     /// Returns the body of a request to this path.

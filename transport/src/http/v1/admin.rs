@@ -2,6 +2,8 @@
 
 pub(super) mod audit;
 
+pub(super) mod limits;
+pub(super) mod switches;
 use axum::Json;
 use axum::extract::State;
 use serde::Serialize;

@@ -20,6 +20,7 @@ use crate::http::extract::{
     refuse_unknown_fields,
 };
 use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::rate_limit_headers::set_rate_limit_headers;
 use crate::http::wait_param::WaitParam;
 
 /// A batch of calls. Fields are parsed one by one, so that an error names the invalid field.
@@ -187,6 +188,8 @@ pub(super) async fn run_batch(
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
         response.headers_mut().insert(TRACEPARENT, trace);
     }
+    let names = answer.results.iter().filter_map(|entry| entry.name.as_deref());
+    set_rate_limit_headers(&mut response, &state.engine, &caller, names);
     let deliveries = std::mem::take(&mut answer.deliveries);
     ResponseDeliveries::attach(&mut response, deliveries);
     // Dropping a hundred calls takes a while, and the caller need not wait for it.

@@ -25,6 +25,7 @@ use crate::http::extract::{
     invalid_parameter,
 };
 use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::rate_limit_headers::set_rate_limit_headers;
 use crate::http::wait_param::{WaitParam, set_retry_after};
 
 /// The tools that the caller may call.
@@ -228,7 +229,30 @@ pub(super) async fn invoke(
     wait: WaitParam,
     carried: CallHeaders,
     StrictJsonBody(body): StrictJsonBody<InvokeBody>,
+) -> Response {
+    let tool = name.clone();
+    let request = ToolInvocation { name, wait, carried, body };
+    // Boxed, because the router moves this handler's future several times.
+    let answering = Box::pin(invoke_tool(&state, &caller, request));
+    let mut answer = answering.await.unwrap_or_else(IntoResponse::into_response);
+    set_rate_limit_headers(&mut answer, &state.engine, &caller, [tool.as_str()].into_iter());
+    answer
+}
+
+/// The parts of a request to run one tool.
+struct ToolInvocation {
+    name: String,
+    wait: WaitParam,
+    carried: CallHeaders,
+    body: InvokeBody,
+}
+
+async fn invoke_tool(
+    state: &HttpState,
+    caller: &Caller,
+    request: ToolInvocation,
 ) -> Result<Response, ApiError> {
+    let ToolInvocation { name, wait, carried, body } = request;
     let wait_ms = wait.resolve_ms(body.wait_ms);
     let invocation = CallRequest {
         tool: name,
@@ -248,8 +272,7 @@ pub(super) async fn invoke(
         answers: None,
         rejoin: body.rejoin.unwrap_or(true),
     };
-    // Boxed, because the router moves this handler's future several times.
-    let ticket = Box::pin(state.engine.calls().invoke(&caller, invocation)).await?;
+    let ticket = state.engine.calls().invoke(caller, invocation).await?;
     let id = ticket.call.id.clone();
     let trace = state.engine.calls().call_traceparent(&ticket.call);
     let mut answer = match wait_ms {
@@ -265,7 +288,7 @@ pub(super) async fn invoke(
         }
         Some(wait_ms) => {
             let call =
-                Box::pin(state.engine.calls().wait(&caller, &ticket, Until::EndedWithin(wait_ms)))
+                Box::pin(state.engine.calls().wait(caller, &ticket, Until::EndedWithin(wait_ms)))
                     .await?;
             let body = CallBody::with_trace(&state.engine, &call, trace).with_joined(ticket.joined);
             let body = Json(InvokeResponseBody::Call(body));

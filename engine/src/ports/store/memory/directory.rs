@@ -1,16 +1,12 @@
 //! Changes of the in-memory directory.
 
+use crate::domain::directory::kill_switches::SwitchKind;
+use crate::domain::directory::usage_limits::LimitKind;
 use crate::domain::directory::{Directory, DirectoryChange, ToolOffer, UnlistedTools};
 
 /// Applies a change that concerns neither project tools, nor upstreams, nor rules.
 pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
     match change {
-        DirectoryChange::PutTools(_)
-        | DirectoryChange::DropTool { .. }
-        | DirectoryChange::PutUpstream(_)
-        | DirectoryChange::DropUpstream { .. }
-        | DirectoryChange::SetUpstreamTools { .. }
-        | DirectoryChange::ChangeRules(_) => {}
         DirectoryChange::AddProject(project) => directory.projects.push(project),
         DirectoryChange::PutAgent(member) => {
             drop_member(directory, &member.project, &member.agent_id);
@@ -69,6 +65,13 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
             directory.clients.retain(|c| c.project != project || c.client_id != client_id);
             drop_orphans(directory);
         }
+        change => apply_credential_change(directory, change),
+    }
+}
+
+/// Applies a change of a key or a session token.
+fn apply_credential_change(directory: &mut Directory, change: DirectoryChange) {
+    match change {
         DirectoryChange::AddKey(key) => directory.keys.push(key),
         DirectoryChange::RevokeKey { id, at_ms } => {
             for key in directory.keys.iter_mut().filter(|key| key.id == id) {
@@ -94,11 +97,45 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
             }
             tokens.retain(|token| token.revoked_ms.is_none_or(|at_ms| at_ms >= delete_before_ms));
         }
+        change => apply_limit_change(directory, change),
+    }
+}
+
+/// Applies a change of a usage limit or a kill switch.
+fn apply_limit_change(directory: &mut Directory, change: DirectoryChange) {
+    match change {
+        DirectoryChange::PutLimit(limit) => {
+            drop_limit(directory, &limit.project, limit.kind, &limit.name);
+            directory.limits.push(limit);
+        }
+        DirectoryChange::DropLimit { project, kind, name } => {
+            drop_limit(directory, &project, kind, &name);
+        }
+        DirectoryChange::PutSwitch(switch) => {
+            drop_switch(directory, &switch.project, switch.kind, &switch.name);
+            directory.switches.push(switch);
+        }
+        DirectoryChange::DropSwitch { project, kind, name } => {
+            drop_switch(directory, &project, kind, &name);
+        }
+        _ => {}
     }
 }
 
 fn drop_member(directory: &mut Directory, project: &str, agent_id: &str) {
     directory.roster.retain(|m| m.project != project || m.agent_id != agent_id);
+}
+
+fn drop_limit(directory: &mut Directory, project: &str, kind: LimitKind, name: &str) {
+    directory.limits.retain(|limit| {
+        (limit.project.as_str(), limit.kind, limit.name.as_str()) != (project, kind, name)
+    });
+}
+
+fn drop_switch(directory: &mut Directory, project: &str, kind: SwitchKind, name: &str) {
+    directory.switches.retain(|switch| {
+        (switch.project.as_str(), switch.kind, switch.name.as_str()) != (project, kind, name)
+    });
 }
 
 /// Removes tools that no client provides any more.
