@@ -127,7 +127,7 @@ impl Calls {
     }
 
     /// Returns the number of calls without an outcome, by state.
-    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 6] {
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 7] {
         self.dispatcher.open_calls.count_by_state()
     }
 

@@ -191,6 +191,7 @@ impl Calls {
                 route: request.route,
                 callback_url: request.callback_url,
                 predecessor: None,
+                replaces: None,
             },
             max_retries: match target.traits.retries {
                 true => request.retry.unwrap_or(policy.max_retries),
@@ -208,6 +209,7 @@ impl Calls {
             elicitation: request
                 .answers
                 .map(|answers| Box::new(Elicitation { answers, ..Elicitation::default() })),
+            approval: None,
             failed_attempt: None,
             node: None,
             created_ms: now_ms,
@@ -293,6 +295,7 @@ impl Calls {
             records,
             key,
             undelivered: undelivered.clone(),
+            approval: None,
             group_member: membership.group_member,
         };
         let mut creating = self.core.store.create_call(new);
@@ -437,7 +440,7 @@ impl Calls {
         // The observer needs the state before the attempt, which costs a copy.
         let before = self.dispatcher.is_sampled(&call).then(|| call.clone());
         match self.dispatcher.apply_speculation(Arc::unwrap_or_clone(call), done) {
-            Ok(Transition { call, records: more, actions }) => {
+            Ok(Transition { call, records: more, actions, .. }) => {
                 let over = before.as_ref();
                 let over = over
                     .and_then(|before| self.dispatcher.detect_attempt_end(before, &call, &more));

@@ -55,6 +55,8 @@ impl Dispatcher {
     ) {
         match call.hold {
             Some(Hold::Predecessor { .. }) => self.register_dependent(call),
+            // A decision queues it.
+            Some(Hold::Approval { .. }) => {}
             Some(Hold::Queue | Hold::Retry { .. } | Hold::Unacknowledged | Hold::Input { .. })
             | None => {
                 self.limiter.enqueue(call.id.clone(), scope, caps);

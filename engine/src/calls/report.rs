@@ -383,6 +383,7 @@ fn describe_state(call: &Call) -> &'static str {
         Some(Hold::Unacknowledged) => "waits for an executor to take it",
         Some(Hold::Input { .. }) => "waits for answers",
         Some(Hold::Predecessor { .. }) => "waits for the call before it",
+        Some(Hold::Approval { .. }) => "waits for an approval",
         None if call.status.is_terminal() => "has ended",
         None => "is running",
     }

@@ -3,9 +3,11 @@
 //! A call has attempts and ends exactly once. Only [`crate::lifecycle`] decides which status
 //! follows which.
 
+pub mod approval;
 pub mod elicitation;
 use std::str::FromStr;
 
+use approval::CallApproval;
 use elicitation::Elicitation;
 use serde::{Deserialize, Serialize};
 
@@ -93,6 +95,15 @@ pub enum Hold {
         /// Time to finish after the predecessor has ended, in milliseconds.
         timeout_ms: u64,
     },
+    /// Waits for a person's decision ([`Call::approval`]), until [`Call::deadline_ms`]; then has
+    /// `remaining_ms` to finish.
+    Approval {
+        /// Time of the call that was left when it began to wait, in milliseconds.
+        remaining_ms: u64,
+        /// Time at which the approval expires, in Unix milliseconds. It does not follow a change of
+        /// the system time: no change extends it.
+        expires_ms: u64,
+    },
 }
 
 impl Hold {
@@ -104,6 +115,7 @@ impl Hold {
             Self::Unacknowledged => "parked",
             Self::Input { .. } => "input",
             Self::Predecessor { .. } => "after",
+            Self::Approval { .. } => "approval",
         }
     }
 }
@@ -151,6 +163,8 @@ pub struct Origin {
     pub callback_url: Option<String>,
     /// The call that has to end before this one is queued.
     pub predecessor: Option<CallId>,
+    /// The call that this one replaces: a person approved it with other arguments.
+    pub replaces: Option<CallId>,
 }
 
 /// One request to run a tool.
@@ -192,6 +206,8 @@ pub struct Call {
     pub acknowledged_by: Option<String>,
     /// The tool's elicitation: its questions and the answers so far.
     pub elicitation: Option<Box<Elicitation>>,
+    /// The approval that the call waits for, or that released it.
+    pub approval: Option<Box<CallApproval>>,
     /// The last attempt whose reported failure led to another attempt.
     pub failed_attempt: Option<Box<FailedAttempt>>,
     /// The process that executes the attempt or handed it to a remote executor.

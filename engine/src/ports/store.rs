@@ -4,6 +4,7 @@
 //! accesses policies, wakeups or sources. Every implementation passes the one test suite in the
 //! crate `toolcrib-store`.
 
+pub mod approvals;
 pub mod credentials;
 mod memory;
 pub mod runs;
@@ -14,6 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
 
+use crate::domain::call::approval::Approval;
 use crate::domain::call::{Call, Status};
 use crate::domain::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
 use crate::domain::directory::{AuditEntry, Directory, DirectoryChange};
@@ -49,6 +51,8 @@ pub struct NewCall {
     pub key: Option<IdempotencyKey>,
     /// The request that made the call, if a repeated request may join the call.
     pub undelivered: Option<undelivered::UndeliveredRequest>,
+    /// The approval that the call waits for.
+    pub approval: Option<Box<Approval>>,
     /// Set if the call is part of a group; dropped once the call is queued for writing.
     pub group_member: Option<GroupMember>,
 }
@@ -350,6 +354,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the store of undelivered requests.
     fn undelivered(&self) -> &dyn undelivered::UndeliveredRequestStore;
+
+    /// Returns the store of approvals.
+    fn approvals(&self) -> &dyn approvals::ApprovalStore;
 
     /// Returns the store of upstream credentials.
     fn credentials(&self) -> &dyn credentials::UpstreamCredentialStore;

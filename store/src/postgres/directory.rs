@@ -349,7 +349,10 @@ pub(super) async fn append_audit_entry(
     insert_audit_entry(&writer.session, entry).await
 }
 
-async fn insert_audit_entry(session: &Session, entry: &AuditEntry) -> Result<(), SessionError> {
+pub(super) async fn insert_audit_entry(
+    session: &Session,
+    entry: &AuditEntry,
+) -> Result<(), SessionError> {
     let sql = "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
                VALUES ($1, $2, $3, $4, $5, $6)";
     let params: SqlParams<'_> = &[

@@ -1,5 +1,6 @@
 //! The changes of calls.
 
+pub(super) mod approvals;
 pub(super) mod undelivered;
 use rusqlite::params;
 use tokio::sync::oneshot;
@@ -13,7 +14,7 @@ use super::call_queries::find_by_idempotency_key;
 use super::deliveries::mark_delivery_due;
 use super::event_numbers::format_event_refs;
 use super::writer::{Change, NewCallRow, WriterConnection};
-use crate::row::{CallRow, EventRow};
+use crate::row::{ApprovalRow, CallRow, EventRow};
 
 /// The insert of a new call.
 pub(super) struct CallInsert {
@@ -21,6 +22,7 @@ pub(super) struct CallInsert {
     pub(super) new: Option<NewCallRow>,
     pub(super) key: Option<IdempotencyKey>,
     pub(super) undelivered: Option<UndeliveredRequest>,
+    pub(super) approval: Option<ApprovalRow>,
     pub(super) group: Option<CommitGroup>,
     pub(super) result: CreateCallResult,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
@@ -39,6 +41,11 @@ impl Change for CallInsert {
         }
         if let Some(request) = &self.undelivered {
             undelivered::insert_undelivered(writer.connection()?, request)?;
+        }
+        // The key of a repeated request leads to the call that it made, with its own approval.
+        let is_new = matches!(self.result, CreateCallResult::New);
+        if let Some(approval) = self.approval.as_ref().filter(|_| is_new) {
+            approvals::insert_approval(writer.connection()?, approval)?;
         }
         Ok(())
     }

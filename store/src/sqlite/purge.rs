@@ -3,6 +3,7 @@
 use rusqlite::{Connection, params};
 use toolcrib::ports::store::PurgeResult;
 
+use super::calls::approvals::{DELETE_APPROVALS_SQL, purge_standing};
 use super::event_numbers::parse_event_refs;
 use super::writer::WriterConnection;
 use super::{run_tools, runs};
@@ -29,6 +30,7 @@ pub(super) fn purge(
         .execute(params![before_ms, limit as i64])?;
     let run_tools = run_tools::purge_run_tools(connection, before_ms, limit)?;
     let runs = runs::purge_runs(connection, before_ms, limit)?;
+    let standing = purge_standing(connection, before_ms, limit)?;
     // SQLite reuses the positions of the newest calls after they are purged: the low watermark must
     // not be ahead of them.
     connection
@@ -38,7 +40,7 @@ pub(super) fn purge(
         )?
         .execute([])?;
     let calls = positions.len();
-    let has_more = [calls, audited, run_tools, runs].contains(&limit);
+    let has_more = [calls, audited, run_tools, runs, standing].contains(&limit);
     Ok(PurgeResult { calls, has_more })
 }
 
@@ -80,6 +82,7 @@ fn delete_call(connection: &Connection, position: i64) -> rusqlite::Result<()> {
         "DELETE FROM deliveries WHERE place = ?1",
         "DELETE FROM tasks WHERE (project, call_id) IN \
          (SELECT project, tool_call_id FROM tool_calls WHERE place = ?1)",
+        DELETE_APPROVALS_SQL,
         "DELETE FROM tool_calls WHERE place = ?1",
     ] {
         connection.prepare_cached(sql)?.execute([position])?;
