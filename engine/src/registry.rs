@@ -7,6 +7,7 @@ pub(crate) mod keys;
 pub(crate) mod model_tool_names;
 pub(crate) mod model_tools;
 pub(crate) mod projects;
+pub(crate) mod rules;
 pub(crate) mod search;
 pub(crate) mod upstreams;
 use std::collections::HashSet;
@@ -18,6 +19,7 @@ use search::SearchIndexes;
 use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
+pub use authorize::AccessRequest;
 pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
 pub use keys::{CreatedKey, NewKey, OperatorCredential};
 pub use model_tool_names::name_for_model;

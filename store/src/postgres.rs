@@ -395,6 +395,10 @@ impl Store for PostgresStore {
         self
     }
 
+    fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
+        self
+    }
+
     fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self
     }

@@ -2,6 +2,7 @@
 //! types in this module are: every later version of Toolcrib must be able to read them.
 
 mod approval;
+mod caller_identity;
 mod columns;
 mod definition;
 mod delivery;
@@ -20,6 +21,7 @@ use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{
     Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target,
 };
+use toolcrib::domain::caller::CallerAttributes;
 use toolcrib::domain::event::{EventKind, EventRecord};
 use toolcrib::domain::fault::{Code, Fault, SideEffect};
 use toolcrib::domain::json::Json;
@@ -29,12 +31,13 @@ use toolcrib::domain::utp::Route;
 use toolcrib::ports::store::StoreError;
 
 pub(crate) use approval::{APPROVAL_COLUMNS, ApprovalChangeRow, ApprovalRow, read_approval};
+use caller_identity::StoredIdentity;
 pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{
-    read_audit, read_client, read_key, read_offer, read_project, read_rule, read_tool,
-    read_upstream,
+    read_audit, read_client, read_key, read_offer, read_project, read_rule, read_rule_version,
+    read_tool, read_upstream,
 };
 pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;
@@ -70,8 +73,17 @@ columns! {
 #[derive(Serialize, Deserialize)]
 struct StoredCallEnvelope<'a> {
     agent: Cow<'a, str>,
+    /// True if the caller had a key without the admin role.
     #[serde(default, skip_serializing_if = "is_false")]
     subject_to_rules: bool,
+    /// Absent if `subject_to_rules` implies it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    auth_method: Option<Cow<'a, str>>,
+    /// Absent if `subject_to_rules` implies them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    roles: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attributes: Option<Cow<'a, CallerAttributes>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     call_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -239,9 +251,13 @@ impl CallRow {
     /// Builds the row of a call that is stored for the first time; `args` are the requested
     /// arguments.
     pub(crate) fn for_insert(call: Arc<Call>) -> Result<Self, StoreError> {
+        let identity = caller_identity::to_stored(&call.origin);
         let envelope = encode(&StoredCallEnvelope {
             agent: Cow::Borrowed(&call.origin.agent),
-            subject_to_rules: call.origin.subject_to_rules,
+            subject_to_rules: identity.subject_to_rules,
+            auth_method: identity.auth_method,
+            roles: identity.roles,
+            attributes: identity.attributes,
             call_id: call.origin.caller_call_id.as_deref().map(Cow::Borrowed),
             client_id: call.origin.client_id.as_deref().map(Cow::Borrowed),
             user_id: call.origin.user_id.as_deref().map(Cow::Borrowed),
@@ -398,6 +414,12 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| decode_target(stored, &tool_name, executor, &args);
     let id = text(CallColumn::Id)?;
+    let identity = StoredIdentity {
+        subject_to_rules: envelope.subject_to_rules,
+        auth_method: envelope.auth_method,
+        roles: envelope.roles,
+        attributes: envelope.attributes,
+    };
     let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(CallColumn::Project)?,
@@ -406,7 +428,6 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         args: args.clone(),
         origin: Origin {
             agent: envelope.agent.into_owned(),
-            subject_to_rules: envelope.subject_to_rules,
             caller_call_id: envelope.call_id.map(Cow::into_owned),
             client_id: envelope.client_id.map(Cow::into_owned),
             user_id: envelope.user_id.map(Cow::into_owned),
@@ -417,6 +438,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
             callback_url: envelope.callback_url.map(Cow::into_owned),
             predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
             replaces: envelope.replaces.and_then(|id| id.parse().ok()),
+            ..Origin::default()
         },
         target: target(state.target),
         fallbacks: state.alternates.into_iter().map(target).collect(),
@@ -442,6 +464,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         outcome,
         version: number(CallColumn::Version)?,
     };
+    caller_identity::restore(identity, &mut call.origin)?;
     call.attempt_dispatched_ms = call.attempt_dispatched_ms.or_else(|| call.implied_dispatch_ms());
     Ok((number(CallColumn::Position)?, call))
 }

@@ -361,6 +361,10 @@ impl Store for SqliteStore {
         self
     }
 
+    fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
+        self
+    }
+
     fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self
     }

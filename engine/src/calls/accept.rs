@@ -180,8 +180,6 @@ impl Calls {
             args: request.args,
             fallbacks: Vec::new(),
             origin: Origin {
-                agent: caller.agent.clone(),
-                subject_to_rules: !caller.is_exempt_from_rules() && !caller.may_administer(),
                 caller_call_id: request.call_id,
                 client_id: request.client_id,
                 user_id: request.user_id,
@@ -190,8 +188,7 @@ impl Calls {
                 background: definition.background,
                 route: request.route,
                 callback_url: request.callback_url,
-                predecessor: None,
-                replaces: None,
+                ..Origin::from_caller(caller)
             },
             max_retries: match target.traits.retries {
                 true => request.retry.unwrap_or(policy.max_retries),

@@ -10,13 +10,14 @@ use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotScope};
 use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
 use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
-use crate::domain::access_rules::AccessDecision;
+use crate::domain::access_rules::{AccessDecision, RuleAction};
 use crate::domain::call::{Call, Status, Target};
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
 use crate::lifecycle::Event;
+use crate::registry::AccessRequest;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
 impl Dispatcher {
@@ -34,7 +35,9 @@ impl Dispatcher {
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in alternates {
-            let allowed = catalog.authorize(caller, &alternate.tool).is_allowed();
+            let request = AccessRequest::named(&alternate.tool);
+            let decision = catalog.authorize(caller, RuleAction::Invoke, &request);
+            let allowed = decision.is_allowed();
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
             let by_client = other.definition.executor == Executor::CLIENT;
@@ -174,18 +177,18 @@ impl Dispatcher {
     /// Ends a call that has not started to run if the rules no longer allow its caller to call its
     /// tool. Returns true if they do not.
     pub(crate) async fn end_if_denied(self: &Arc<Self>, call: &Call) -> bool {
-        let is_checked = call.origin.subject_to_rules
+        let caller = call.caller();
+        let is_checked = !caller.is_exempt_from_rules()
             && call.status == Status::Pending
             && call.target.executor != Executor::CALLER;
         if !is_checked {
             return false;
         }
-        let (project, agent) = (&call.project, &call.origin.agent);
-        let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
         let catalog = self.registry.catalog();
         // The target is another tool if the call has fallen back to one.
         let denied = [&call.tool_name, &call.target.tool].into_iter().find_map(|tool| {
-            let decision = catalog.authorize(&caller, tool);
+            let request = AccessRequest::named(tool);
+            let decision = catalog.authorize(&caller, RuleAction::Invoke, &request);
             (!decision.is_allowed()).then_some((tool, decision))
         });
         let Some((tool, decision)) = denied else { return false };

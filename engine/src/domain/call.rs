@@ -6,11 +6,13 @@
 pub mod approval;
 pub mod elicitation;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use approval::CallApproval;
 use elicitation::Elicitation;
 use serde::{Deserialize, Serialize};
 
+use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, RoleSet};
 use crate::domain::fault::Fault;
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
@@ -142,9 +144,12 @@ pub struct Target {
 pub struct Origin {
     /// Agent name of the caller.
     pub agent: String,
-    /// True if the caller has a key without the admin role: the access rules must allow the call
-    /// until it starts to run.
-    pub subject_to_rules: bool,
+    /// Method that authenticated the caller.
+    pub auth_method: AuthMethod,
+    /// Roles of the caller.
+    pub roles: RoleSet,
+    /// Attributes of the caller. The access rules are evaluated with them until the call starts.
+    pub attributes: Arc<CallerAttributes>,
     /// The caller's id for this call.
     pub caller_call_id: Option<String>,
     /// The client this call is pinned to.
@@ -165,6 +170,19 @@ pub struct Origin {
     pub predecessor: Option<CallId>,
     /// The call that this one replaces: a person approved it with other arguments.
     pub replaces: Option<CallId>,
+}
+
+impl Origin {
+    /// Returns the origin of a call by this caller.
+    pub fn from_caller(caller: &Caller) -> Self {
+        Self {
+            agent: caller.agent.clone(),
+            auth_method: caller.auth_method,
+            roles: caller.roles,
+            attributes: caller.attributes.clone(),
+            ..Self::default()
+        }
+    }
 }
 
 /// One request to run a tool.
@@ -258,6 +276,17 @@ impl FailedAttempt {
 }
 
 impl Call {
+    /// Returns the caller that requested the call.
+    pub fn caller(&self) -> Caller {
+        Caller {
+            project: self.project.clone(),
+            agent: self.origin.agent.clone(),
+            roles: self.origin.roles,
+            auth_method: self.origin.auth_method,
+            attributes: self.origin.attributes.clone(),
+        }
+    }
+
     /// Returns the approximate size of the serialized call.
     pub fn estimated_bytes(&self) -> usize {
         let outcome = self.outcome.as_ref();

@@ -108,16 +108,36 @@ impl FromStr for RoleSet {
 }
 
 /// The method that authenticated the caller.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AuthMethod {
     /// A key: the project's rules decide which tools it may call.
     Key,
     /// The embedding program, a command on the data directory, or the bearer of the operator token:
     /// may call and administer everything.
+    #[default]
     Local,
-    /// None: the server has no keys. May call everything, but administers nothing, because any
-    /// local user and any page in a browser can send such a request.
+    /// None: the server has no keys. May call everything that no rule denies, but administers
+    /// nothing, because any local user and any page in a browser can send such a request.
     Anonymous,
+}
+
+impl AuthMethod {
+    /// Every method.
+    pub const ALL: [Self; 3] = [Self::Key, Self::Local, Self::Anonymous];
+
+    /// Returns the name under which calls store the method.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Key => "key",
+            Self::Local => "local",
+            Self::Anonymous => "anonymous",
+        }
+    }
+
+    /// Returns the method with this name.
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|method| method.as_str() == text)
+    }
 }
 
 /// Authenticates callers by credentials other than Toolcrib's keys, such as an issuer's tokens.
@@ -198,9 +218,16 @@ impl Caller {
         Self { auth_method: AuthMethod::Anonymous, ..Self::local(project) }
     }
 
-    /// Returns true if the access rules do not concern this caller: it has no key.
+    /// Returns true if the access rules do not concern this caller: it is the operator or the
+    /// embedding program.
     pub fn is_exempt_from_rules(&self) -> bool {
-        self.auth_method != AuthMethod::Key
+        self.auth_method == AuthMethod::Local
+    }
+
+    /// Returns true if this caller may do only what a rule allows. Rules that deny or ask hold for
+    /// other callers as well.
+    pub fn needs_allowing_rule(&self) -> bool {
+        self.auth_method == AuthMethod::Key && !self.may_administer()
     }
 
     /// Returns true if this caller may use every project, and not only its own.

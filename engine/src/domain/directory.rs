@@ -5,7 +5,7 @@
 //! change names the version it was decided on; if another writer committed first, the change is
 //! decided again.
 
-use crate::domain::access_rules::AccessRule;
+use crate::domain::access_rules::{AccessRule, RuleSetChange, RuleSetVersion};
 use crate::domain::caller::Role;
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
@@ -99,8 +99,10 @@ pub struct Directory {
     pub offers: Vec<ToolOffer>,
     /// The API keys, including revoked ones.
     pub keys: Vec<ApiKey>,
-    /// The access rules of all projects.
+    /// The access rules of all projects that are in force, by project and id.
     pub rules: Vec<AccessRule>,
+    /// The present version of each project's rules.
+    pub rule_versions: Vec<RuleSetVersion>,
     /// The upstreams added at run time.
     pub upstreams: Vec<Upstream>,
 }
@@ -172,17 +174,8 @@ pub enum DirectoryChange {
         /// Time of revocation, in Unix milliseconds.
         at_ms: u64,
     },
-    /// Replaces the rule on the same agent and pattern.
-    PutRule(AccessRule),
-    /// Removes the rule on this agent and pattern.
-    DropRule {
-        /// Id of the rule's project.
-        project: String,
-        /// Agent name of the rule, or `*`.
-        agent: String,
-        /// Tool pattern of the rule, as stored.
-        pattern: String,
-    },
+    /// Makes a new version of a project's rules.
+    ChangeRules(Box<RuleSetChange>),
     /// Replaces the upstream's entry; its tools stay.
     PutUpstream(Box<Upstream>),
     /// Removes the upstream and all its tools.

@@ -88,7 +88,7 @@ impl RunOwner {
 impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.roles.to_string());
-        Self { agent, role, local: caller.is_exempt_from_rules(), keyed: false }
+        Self { agent, role, local: caller.spans_projects(), keyed: false }
     }
 }
 

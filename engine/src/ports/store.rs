@@ -7,6 +7,7 @@
 pub mod approvals;
 pub mod credentials;
 mod memory;
+pub mod rule_history;
 pub mod runs;
 pub mod undelivered;
 pub mod utp;
@@ -357,6 +358,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the store of approvals.
     fn approvals(&self) -> &dyn approvals::ApprovalStore;
+
+    /// Returns the earlier versions of the access rules.
+    fn rule_history(&self) -> &dyn rule_history::RuleHistoryStore;
 
     /// Returns the store of upstream credentials.
     fn credentials(&self) -> &dyn credentials::UpstreamCredentialStore;

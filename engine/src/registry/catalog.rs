@@ -198,7 +198,7 @@ impl Catalog {
         // A tool whose exact name has the form of a model's name is chosen only if the caller may
         // call it.
         let is_model_name = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
-        if exact.is_some() && (!is_model_name() || self.authorize(caller, name).is_allowed()) {
+        if exact.is_some() && (!is_model_name() || self.may_call(caller, name)) {
             return exact;
         }
         let meant = || {
@@ -207,8 +207,7 @@ impl Catalog {
                 Some(project) => *project == caller.project,
                 None => true,
             };
-            let allowed =
-                |entry: &CatalogEntry| self.authorize(caller, &entry.definition.name).is_allowed();
+            let allowed = |entry: &CatalogEntry| self.may_call(caller, &entry.definition.name);
             let mut meant =
                 index.get(name)?.iter().filter(|entry| is_visible(entry) && allowed(entry));
             let first = meant.next()?;
@@ -314,7 +313,7 @@ impl Catalog {
     pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
         let names = tools.iter().map(|entry| entry.definition.name.as_str());
-        let allowed = names.filter(|name| self.authorize(caller, name).is_allowed());
+        let allowed = names.filter(|name| self.may_call(caller, name));
         model_tool_names::suggest_similar(name, allowed).into_iter().map(str::to_owned).collect()
     }
 }
@@ -335,15 +334,14 @@ impl Registry {
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
         let catalog = self.catalog();
         let mut tools = catalog.tools(&caller.project);
-        tools.retain(|entry| catalog.is_listed(caller, &entry.definition.name));
+        tools.retain(|entry| catalog.is_listed(caller, entry));
         tools
     }
 
     /// Returns one tool, if the caller may call it.
     pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
         let catalog = self.catalog();
-        let allowed =
-            |e: &Arc<CatalogEntry>| catalog.authorize(caller, &e.definition.name).is_allowed();
+        let allowed = |e: &Arc<CatalogEntry>| catalog.may_call(caller, &e.definition.name);
         let found = catalog.resolve(caller, name).filter(allowed);
         found.ok_or_else(|| tool_not_found(&catalog, caller, name))
     }

@@ -1,5 +1,4 @@
-//! API keys and access rules: they identify callers and decide which tools a caller may call. Both
-//! can be changed while the server runs.
+//! API keys, which identify callers. They can be changed while the server runs.
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -176,8 +175,7 @@ impl Admin {
             rejoin: new.rejoin,
         };
         for pattern in new.allow {
-            let (project, agent) = (new.project.clone(), new.agent.clone());
-            let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
+            let rule = AccessRule::short(&new.project, &new.agent, &pattern, RuleVerdict::Allow);
             self.set_rule(caller, rule).await?;
         }
         let entry = self.registry.audit_entry(
@@ -216,65 +214,6 @@ impl Admin {
         self.registry.change_directory(|_| Ok((change.clone(), Some(entry.clone())))).await
     }
 
-    /// Allows or denies tools to an agent.
-    pub async fn set_rule(&self, caller: &Caller, rule: AccessRule) -> Result<(), Error> {
-        self.registry.require_operator(caller, Some(&rule.project))?;
-        check_pattern(&rule.pattern).map_err(invalid)?;
-        check_identifier("agent", &rule.agent)?;
-        if rule.agent.contains('*') && rule.agent != "*" {
-            // Agent names are not patterns, so such a rule would match no agent.
-            return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
-        }
-        let description = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
-        let entry = self.registry.audit_entry(
-            caller,
-            &rule.project,
-            "rule.set",
-            &rule.pattern,
-            &description,
-        );
-        self.registry
-            .change_directory(|_| Ok((DirectoryChange::PutRule(rule.clone()), Some(entry.clone()))))
-            .await
-    }
-
-    /// Removes a rule.
-    pub async fn remove_rule(
-        &self,
-        caller: &Caller,
-        project: &str,
-        agent: &str,
-        pattern: &str,
-    ) -> Result<(), Error> {
-        self.registry.require_operator(caller, Some(project))?;
-        let entry = self.registry.audit_entry(caller, project, "rule.removed", pattern, agent);
-        self.registry
-            .change_directory(|catalog| {
-                let is_it = |r: &&AccessRule| {
-                    r.project == project && r.agent == agent && r.pattern == pattern
-                };
-                if catalog.directory().rules.iter().find(is_it).is_none() {
-                    let message = format!("agent \"{agent}\" has no rule on \"{pattern}\"");
-                    return Err(Error::not_found(message, "toolcrib rules lists the rules"));
-                }
-                let change = DirectoryChange::DropRule {
-                    project: project.to_owned(),
-                    agent: agent.to_owned(),
-                    pattern: pattern.to_owned(),
-                };
-                Ok((change, Some(entry.clone())))
-            })
-            .await
-    }
-
-    /// Returns the rules of the caller's project.
-    pub fn rules(&self, caller: &Caller) -> Result<Vec<AccessRule>, Error> {
-        self.registry.require_operator(caller, None)?;
-        let catalog = self.registry.catalog();
-        let rules = catalog.directory().rules.iter();
-        Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
-    }
-
     /// Returns denied requests and administrative changes, newest first.
     pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
         self.registry.require_operator(caller, None)?;
@@ -283,7 +222,7 @@ impl Admin {
     }
 }
 
-fn invalid(message: String) -> Error {
+pub(crate) fn invalid(message: String) -> Error {
     Error::refused(Code::ValidationError, message)
 }
 

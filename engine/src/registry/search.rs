@@ -151,9 +151,7 @@ impl SearchIndex {
             .into_iter()
             .filter_map(|(id, score)| {
                 let entry = self.tools.get(id as usize)?.clone();
-                catalog
-                    .is_listed(caller, &entry.definition.name)
-                    .then_some(ToolMatch { entry, score })
+                catalog.is_listed(caller, &entry).then_some(ToolMatch { entry, score })
             })
             .collect();
         let name = |found: &ToolMatch| found.entry.definition.name.clone();

@@ -220,10 +220,10 @@ impl Runs {
         for (n, tool) in tools.caller_tools.iter().enumerate() {
             let pointer = format!("tool_definitions/{n}");
             check_definition(tool).map_err(|error| with_pointer(&pointer, error))?;
-            if let AccessDecision::Denied(reason) =
+            if let AccessDecision::Denied(denial) =
                 catalog.authorize_reported_call(caller, &tool.name)
             {
-                let message = format!("{pointer}/name: \"{}\" is denied by {reason}", tool.name);
+                let message = format!("{pointer}/name: \"{}\": {}", tool.name, denial.reason);
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
             if tools.caller_tools[..n].iter().any(|other| other.name == tool.name) {

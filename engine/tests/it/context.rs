@@ -268,9 +268,7 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
     };
     engine.admin().create_key(&operator, new, format!("secret of {name}")).await.unwrap();
     if let Some(pattern) = deny {
-        let (project, agent) = ("p".to_owned(), name.to_owned());
-        let rule =
-            AccessRule { project, agent, pattern: pattern.into(), verdict: RuleVerdict::Deny };
+        let rule = AccessRule::short("p", name, pattern, RuleVerdict::Deny);
         engine.admin().set_rule(&operator, rule).await.unwrap();
     }
     Caller::new("p", name, Role::Agent, AuthMethod::Key)

@@ -261,6 +261,10 @@ impl Store for FlakyStore {
         self.inner.undelivered()
     }
 
+    fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
+        self.inner.rule_history()
+    }
+
     fn credentials(&self) -> &dyn toolcrib::ports::store::credentials::UpstreamCredentialStore {
         self.inner.credentials()
     }

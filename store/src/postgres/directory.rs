@@ -2,6 +2,7 @@
 //! projects' own tools and the roster of agents are in the tables that tool services know:
 //! `resource.tools` and `resource.project_agents`.
 
+mod rules;
 use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::domain::json::Json;
@@ -15,7 +16,7 @@ use super::{limit_param, strip_nul_chars};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
     RowReader, decode, encode, encode_definition, read_audit, read_client, read_key, read_offer,
-    read_project, read_rule, read_tool, read_upstream,
+    read_project, read_tool, read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
@@ -54,9 +55,8 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
             .query_map("SELECT project, tool, client_id FROM offers", &[], read_offer)
             .await?,
         keys: session.query_map(KEYS, &[], read_key).await?,
-        rules: session
-            .query_map("SELECT project, agent, pattern, verdict FROM rules", &[], read_rule)
-            .await?,
+        rules: rules::rules_in_force(session).await?,
+        rule_versions: rules::present_versions(session).await?,
         upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
     };
     lent.end_snapshot().await?;
@@ -123,12 +123,11 @@ pub(super) async fn apply_change(
         DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
             set_upstream_tools(session, project, upstream, tools).await?;
         }
+        DirectoryChange::ChangeRules(change) => rules::apply(session, change).await?,
         DirectoryChange::AddProject(_)
         | DirectoryChange::DropAgent { .. }
         | DirectoryChange::AddKey(_)
         | DirectoryChange::RevokeKey { .. }
-        | DirectoryChange::PutRule(_)
-        | DirectoryChange::DropRule { .. }
         | DirectoryChange::PutUpstream(_)
         | DirectoryChange::DropUpstream { .. } => apply_simple_change(session, change).await?,
     }
@@ -172,18 +171,6 @@ async fn apply_simple_change(
             let sql = "UPDATE keys SET revoked_ms = greatest(created_ms, $2) \
                        WHERE id = $1 AND revoked_ms IS NULL";
             session.execute(sql, &[id, &ms(*at_ms)]).await
-        }
-        DirectoryChange::PutRule(rule) => {
-            let sql = "INSERT INTO rules VALUES ($1, $2, $3, $4) \
-                       ON CONFLICT (project, agent, pattern) \
-                       DO UPDATE SET verdict = excluded.verdict";
-            let params: SqlParams<'_> =
-                &[&rule.project, &rule.agent, &rule.pattern, &rule.verdict.as_str()];
-            session.execute(sql, params).await
-        }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            let sql = "DELETE FROM rules WHERE project = $1 AND agent = $2 AND pattern = $3";
-            session.execute(sql, &[project, agent, pattern]).await
         }
         DirectoryChange::PutUpstream(upstream) => {
             let sql = "INSERT INTO upstreams VALUES ($1, $2, $3, $4, $5) \

@@ -1,6 +1,6 @@
 //! Reads the parts of the directory from rows.
 
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::access_rules::{AccessRule, RuleSetVersion};
 use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Project, ToolOffer, Upstream};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::ports::store::StoreError;
@@ -22,14 +22,20 @@ pub(crate) fn read_offer(row: &impl RowReader) -> Result<ToolOffer, StoreError> 
     Ok(ToolOffer { project: row.text(0)?, tool: row.text(1)?, client_id: row.text(2)? })
 }
 
-/// Reads `project, agent, pattern, verdict`.
+/// Reads `project, id, rule`.
 pub(crate) fn read_rule(row: &impl RowReader) -> Result<AccessRule, StoreError> {
-    let allow = row.text(3)? == "allow";
-    Ok(AccessRule {
+    let rule: AccessRule = decode(&row.text(2)?)?;
+    Ok(AccessRule { project: row.text(0)?, id: row.text(1)?, ..rule })
+}
+
+/// Reads `project, version, at_ms, agent, summary`.
+pub(crate) fn read_rule_version(row: &impl RowReader) -> Result<RuleSetVersion, StoreError> {
+    Ok(RuleSetVersion {
         project: row.text(0)?,
-        agent: row.text(1)?,
-        pattern: row.text(2)?,
-        verdict: if allow { RuleVerdict::Allow } else { RuleVerdict::Deny },
+        version: row.unsigned(1)?,
+        at_ms: row.unsigned(2)?,
+        agent: row.text(3)?,
+        summary: row.text(4)?,
     })
 }
 

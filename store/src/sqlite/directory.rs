@@ -1,5 +1,6 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
+mod rules;
 use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
@@ -13,7 +14,7 @@ use super::reader::{query_map, to_store_error};
 use super::upstreams;
 use crate::row::{
     RowReader, decode, encode_definition, read_audit, read_client, read_key, read_offer,
-    read_project, read_rule, read_tool,
+    read_project, read_tool,
 };
 
 pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
@@ -40,11 +41,8 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
             read_offer(row)
         })?,
         keys: keys(connection)?,
-        rules: query_rows(
-            connection,
-            "SELECT project, agent, pattern, verdict FROM rules",
-            |row| read_rule(row),
-        )?,
+        rules: rules::rules_in_force(connection)?,
+        rule_versions: rules::present_versions(connection)?,
         upstreams: upstreams::list_upstreams(connection)?,
     };
     Ok(directory)
@@ -241,18 +239,7 @@ pub(super) fn apply_change(
                 params![id, *at_ms as i64],
             )?;
         }
-        DirectoryChange::PutRule(rule) => {
-            connection.execute(
-                "INSERT OR REPLACE INTO rules VALUES (?1, ?2, ?3, ?4)",
-                params![rule.project, rule.agent, rule.pattern, rule.verdict.as_str()],
-            )?;
-        }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            connection.execute(
-                "DELETE FROM rules WHERE project = ?1 AND agent = ?2 AND pattern = ?3",
-                params![project, agent, pattern],
-            )?;
-        }
+        DirectoryChange::ChangeRules(change) => rules::apply(connection, change)?,
     }
     if let Some(entry) = entry {
         insert_audit_entry(connection, entry)?;

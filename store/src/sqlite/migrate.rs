@@ -6,7 +6,7 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::SqliteOpenError;
 
-const MIGRATIONS: [&str; 12] = [
+const MIGRATIONS: [&str; 13] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -18,6 +18,7 @@ const MIGRATIONS: [&str; 12] = [
     include_str!("../../migrations/sqlite/0009_not_ok_by_run.sql"),
     include_str!("../../migrations/sqlite/0010_tool_calls.sql"),
     include_str!("../../migrations/sqlite/0011_undelivered_requests.sql"),
+    include_str!("../../migrations/sqlite/0012_access_rules.sql"),
     include_str!("../../migrations/sqlite/0014_approvals.sql"),
 ];
 

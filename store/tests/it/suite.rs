@@ -133,6 +133,8 @@ macro_rules! conformance {
                     keys_are_added_and_revoked_once
                     an_api_key_is_not_revoked_before_its_creation
                     rules_are_replaced_and_dropped
+                    each_change_of_the_rules_makes_a_version
+                    old_versions_of_the_rules_are_deleted
                     a_change_based_on_another_version_is_a_conflict
                     one_of_many_concurrent_changes_of_a_version_succeeds
                     an_audit_entry_is_written_with_its_change

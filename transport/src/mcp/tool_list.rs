@@ -167,7 +167,7 @@ impl ToolListCache {
 
     /// Returns the caller's list for the present state of the directory.
     pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
-        let local = caller.is_exempt_from_rules();
+        let local = caller.spans_projects();
         let key = (caller.project.clone(), caller.agent.clone(), caller.roles, local);
         // Read before the tools: if the directory changes in between, the next request rebuilds the
         // list.

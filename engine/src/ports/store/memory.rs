@@ -5,6 +5,7 @@
 mod approvals;
 mod credentials;
 mod directory;
+mod rules;
 mod runs;
 mod undelivered;
 mod upstreams;
@@ -43,6 +44,7 @@ struct MemoryState {
     audit: Vec<AuditEntry>,
     runs: runs::MemoryRuns,
     credentials: credentials::Credentials,
+    rules: rules::MemoryRules,
     undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
     approvals: approvals::MemoryApprovals,
 }
@@ -433,6 +435,10 @@ impl Store for MemoryStore {
         self
     }
 
+    fn rule_history(&self) -> &dyn crate::ports::store::rule_history::RuleHistoryStore {
+        self
+    }
+
     fn credentials(&self) -> &dyn crate::ports::store::credentials::UpstreamCredentialStore {
         self
     }
@@ -462,6 +468,11 @@ impl MemoryState {
             DirectoryChange::PutUpstream(_)
             | DirectoryChange::DropUpstream { .. }
             | DirectoryChange::SetUpstreamTools { .. } => self.change_upstream(change),
+            DirectoryChange::ChangeRules(change) => {
+                self.rules.apply(*change);
+                self.directory.rules = self.rules.in_force();
+                self.directory.rule_versions = self.rules.present_versions();
+            }
             other => directory::apply(&mut self.directory, other),
         }
     }

@@ -133,12 +133,8 @@ impl AdminTarget {
                 client.request_json(ApiRequest::new(Method::PUT, &["v1", "rules"]).body(body)).await
             }
             Self::Local { engine, caller, .. } => {
-                let project = caller.project.clone();
-                let (agent, pattern) = (agent.to_owned(), pattern.to_owned());
-                engine
-                    .admin()
-                    .set_rule(caller, AccessRule { project, agent, pattern, verdict })
-                    .await?;
+                let rule = AccessRule::short(&caller.project, agent, pattern, verdict);
+                engine.admin().set_rule(caller, rule).await?;
                 Ok(body)
             }
         }
@@ -201,7 +197,8 @@ fn key_body(key: &ApiKey) -> Value {
 }
 
 fn rule_body(rule: &AccessRule) -> Value {
-    json!({"agent": rule.agent, "pattern": rule.pattern, "verdict": rule.verdict.as_str()})
+    let (agent, pattern) = rule.as_short().unwrap_or(("*", "*"));
+    json!({"agent": agent, "pattern": pattern, "verdict": rule.verdict.as_str()})
 }
 
 fn audit_entry_body(entry: &AuditEntry) -> Value {

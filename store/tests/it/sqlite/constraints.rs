@@ -8,6 +8,7 @@ use toolcrib::domain::directory::{ApiKey, DirectoryChange};
 use toolcrib::ports::store::{SaveResult, Store};
 
 use super::{open_fresh, open_raw, query_number};
+use crate::suite::directory::change_of_rules;
 use crate::support::{NOW, call, database_in, put_with_status};
 
 /// Creates a database with a call of every status, a key and a rule, and runs one statement of
@@ -27,11 +28,9 @@ async fn assert_rejected(sql: &str, constraint: &str) {
         revoked_ms: None,
         rejoin: true,
     };
-    let (project, agent, pattern) = ("p".into(), "ada".into(), "*".into());
-    let rule = AccessRule { project, agent, pattern, verdict: RuleVerdict::Allow };
-    for (version, change) in
-        [(0, DirectoryChange::AddKey(key)), (1, DirectoryChange::PutRule(rule))]
-    {
+    let rule = AccessRule::short("p", "ada", "*", RuleVerdict::Allow);
+    let rules = change_of_rules(vec![rule], &[]);
+    for (version, change) in [(0, DirectoryChange::AddKey(key)), (1, rules)] {
         assert_eq!(store.change_directory(change, version, None).await.unwrap(), SaveResult::Saved);
     }
     drop(store);
@@ -157,8 +156,9 @@ async fn a_key_digest_is_unique() {
 }
 
 #[tokio::test]
-async fn a_verdict_is_one_of_two() {
-    assert_rejected("UPDATE rules SET verdict = 'maybe'", "verdict IN ('allow', 'deny')").await;
+async fn a_verdict_is_one_of_three() {
+    let sql = "UPDATE access_rules SET rule = '{\"verdict\":\"maybe\"}'";
+    assert_rejected(sql, "IN ('allow', 'ask', 'deny')").await;
 }
 
 #[tokio::test]

@@ -1,8 +1,11 @@
 //! Calls: a stored call reads back unchanged, and a save replaces exactly the preceding version.
 
+use std::sync::Arc;
+
 use serde_json::json as value;
 use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
+use toolcrib::domain::caller::{AuthMethod, CallerAttributes, Role};
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::retry::Backoff;
@@ -21,7 +24,16 @@ fn full_call() -> Call {
         run_id: "run-7".into(),
         origin: Origin {
             agent: "ada".into(),
-            subject_to_rules: true,
+            auth_method: AuthMethod::Key,
+            roles: [Role::Agent, Role::Approver].into_iter().collect(),
+            attributes: Arc::new(CallerAttributes {
+                groups: vec!["ops".into()],
+                user: Some("u-9".into()),
+                session: Some("s-1".into()),
+                environment: Some("production".into()),
+                tools: Some(vec!["weather.*".into()]),
+                credential: Some("key_1".into()),
+            }),
             caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),

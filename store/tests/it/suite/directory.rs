@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use serde_json::json as value;
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::access_rules::{
+    AccessRule, RULE_VERSIONS_KEPT, RuleAction, RuleSetChange, RuleVerdict,
+};
 use toolcrib::domain::caller::Role;
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
@@ -68,7 +70,7 @@ pub fn key(id: &str, role: Role) -> ApiKey {
 }
 
 pub fn rule(agent: &str, pattern: &str, verdict: RuleVerdict) -> AccessRule {
-    AccessRule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
+    AccessRule::short("p", agent, pattern, verdict)
 }
 
 pub fn entry(project: &str, subject: &str) -> AuditEntry {
@@ -298,34 +300,92 @@ pub async fn an_api_key_is_not_revoked_before_its_creation(store: &dyn Store) {
     assert_eq!(load(store).await.keys[0].revoked_ms, Some(NOW));
 }
 
+/// A change of the rules of project `p`.
+pub fn change_of_rules(put: Vec<AccessRule>, dropped: &[&str]) -> DirectoryChange {
+    let project = put.first().map_or("p".to_owned(), |rule| rule.project.clone());
+    let dropped = dropped.iter().map(|id| (*id).to_owned()).collect();
+    let (agent, summary) = ("ada".to_owned(), "changed".to_owned());
+    DirectoryChange::ChangeRules(Box::new(RuleSetChange {
+        project,
+        put,
+        dropped,
+        at_ms: NOW,
+        agent,
+        summary,
+    }))
+}
+
 pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
     let other = AccessRule { project: "q".into(), ..rule("ada", "a.*", RuleVerdict::Allow) };
+    let longer = AccessRule {
+        when: Some("args.n > 1".into()),
+        actions: vec![RuleAction::Read, RuleAction::Cancel],
+        effects: vec![Effect::Read],
+        risk_min: Some(Risk::High),
+        users: vec!["u*".into()],
+        expires_in_ms: Some(5),
+        note: "why \u{e9}".into(),
+        ..AccessRule::new("p", "longer", RuleVerdict::Ask)
+    };
     for rule in [
         rule("ada", "a.*", RuleVerdict::Allow),
         rule("*", "a.*", RuleVerdict::Allow),
         rule("ada", "b", RuleVerdict::Deny),
         other.clone(),
         rule("ada", "a.*", RuleVerdict::Deny),
+        AccessRule { when: None, ..longer.clone() },
+        longer.clone(),
     ] {
-        change(store, DirectoryChange::PutRule(rule)).await;
+        change(store, change_of_rules(vec![rule], &[])).await;
     }
-    let sorted = async || {
-        let mut rules = load(store).await.rules;
-        rules.sort_by_key(|r| (r.project.clone(), r.agent.clone(), r.pattern.clone()));
-        rules
-    };
     let for_all_agents = rule("*", "a.*", RuleVerdict::Allow);
     let (first, last) =
         (rule("ada", "a.*", RuleVerdict::Deny), rule("ada", "b", RuleVerdict::Deny));
-    assert_eq!(sorted().await, [for_all_agents.clone(), first, last.clone(), other.clone()]);
-    let drop = |agent: &str, pattern: &str| DirectoryChange::DropRule {
-        project: "p".into(),
-        agent: agent.into(),
-        pattern: pattern.into(),
-    };
-    change(store, drop("ada", "a.*")).await;
-    change(store, drop("ada", "nothing")).await;
-    assert_eq!(sorted().await, [for_all_agents, last, other]);
+    let allow = rule("ada", "a.*", RuleVerdict::Allow);
+    let in_force = [for_all_agents, allow, first.clone(), last, longer.clone(), other.clone()];
+    assert_eq!(load(store).await.rules, in_force, "by project and id");
+    let dropped = change_of_rules(vec![], &["allow:ada:a.*", "deny:ada:b", "allow:*:a.*", "none"]);
+    change(store, dropped).await;
+    assert_eq!(load(store).await.rules, [first, longer, other]);
+}
+
+pub async fn each_change_of_the_rules_makes_a_version(store: &dyn Store) {
+    let one = rule("ada", "a", RuleVerdict::Allow);
+    let noted = AccessRule { note: "two".into(), ..one.clone() };
+    let other = AccessRule { project: "q".into(), ..one.clone() };
+    change(store, change_of_rules(vec![one.clone()], &[])).await;
+    change(store, change_of_rules(vec![noted.clone(), rule("*", "b", RuleVerdict::Deny)], &[]))
+        .await;
+    change(store, change_of_rules(vec![other.clone()], &[])).await;
+    change(store, change_of_rules(vec![], &["allow:ada:a"])).await;
+    let history = store.rule_history();
+    let versions = history.rule_versions("p").await.unwrap();
+    let numbers: Vec<u64> = versions.iter().map(|v| v.version).collect();
+    assert_eq!(numbers, [3, 2, 1]);
+    assert_eq!((versions[0].agent.as_str(), versions[0].summary.as_str()), ("ada", "changed"));
+    assert_eq!(versions[0].at_ms, NOW);
+    let denied = rule("*", "b", RuleVerdict::Deny);
+    assert_eq!(history.rules_at("p", 1).await.unwrap(), [one]);
+    assert_eq!(history.rules_at("p", 2).await.unwrap(), [noted, denied.clone()]);
+    assert_eq!(history.rules_at("p", 3).await.unwrap(), [denied]);
+    assert_eq!(history.rules_at("q", 1).await.unwrap(), [other]);
+    assert!(history.rules_at("p", 0).await.unwrap().is_empty());
+    let present = load(store).await.rule_versions;
+    let present: Vec<_> = present.iter().map(|v| (v.project.as_str(), v.version)).collect();
+    assert_eq!(present, [("p", 3), ("q", 1)]);
+}
+
+pub async fn old_versions_of_the_rules_are_deleted(store: &dyn Store) {
+    for n in 0..=RULE_VERSIONS_KEPT {
+        let rule = AccessRule { note: n.to_string(), ..rule("ada", "a", RuleVerdict::Allow) };
+        change(store, change_of_rules(vec![rule], &[])).await;
+    }
+    let versions = store.rule_history().rule_versions("p").await.unwrap();
+    assert_eq!(versions.len() as u64, RULE_VERSIONS_KEPT);
+    assert_eq!(versions.last().unwrap().version, 2);
+    let oldest = store.rule_history().rules_at("p", 2).await.unwrap();
+    assert_eq!(oldest[0].note, "1");
+    assert!(store.rule_history().rules_at("p", 1).await.unwrap().is_empty());
 }
 
 pub async fn a_change_based_on_another_version_is_a_conflict(store: &dyn Store) {

@@ -120,7 +120,7 @@ async fn populate_directory(store: &dyn Store) {
             unlisted_tools: UnlistedTools::Keep,
         },
         DirectoryChange::AddKey(directory::key("key_1", Role::Agent)),
-        DirectoryChange::PutRule(directory::rule("ada", "*", RuleVerdict::Allow)),
+        directory::change_of_rules(vec![directory::rule("ada", "*", RuleVerdict::Allow)], &[]),
         DirectoryChange::AddProject(Project { id: "p".into(), title: "P".into(), created_ms: NOW }),
         DirectoryChange::PutTools(vec![server_tool("project.sum")]),
         DirectoryChange::PutUpstream(Box::new(upstream)),

@@ -155,8 +155,8 @@ pub(super) async fn list_rules(
 ) -> Result<Json<RuleList>, ApiError> {
     let rules = state.engine.admin().rules(&caller)?;
     let body = |rule: &AccessRule| RuleBody {
-        agent: rule.agent.clone(),
-        pattern: rule.pattern.clone(),
+        agent: rule.as_short().map_or("*", |(agent, _)| agent).to_owned(),
+        pattern: rule.as_short().map_or("*", |(_, pattern)| pattern).to_owned(),
         verdict: rule.verdict.as_str().to_owned(),
     };
     Ok(Json(RuleList { rules: rules.iter().map(body).collect() }))
@@ -179,8 +179,7 @@ pub(super) async fn put_rule(
             return Err(Error::refused(Code::ValidationError, message).into());
         }
     };
-    let (agent, pattern) = (body.agent.clone(), body.pattern.clone());
-    let rule = AccessRule { project: caller.project.clone(), agent, pattern, verdict };
+    let rule = AccessRule::short(&caller.project, &body.agent, &body.pattern, verdict);
     state.engine.admin().set_rule(&caller, rule).await?;
     Ok(Json(body))
 }

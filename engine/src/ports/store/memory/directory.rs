@@ -2,14 +2,15 @@
 
 use crate::domain::directory::{Directory, DirectoryChange, ToolOffer, UnlistedTools};
 
-/// Applies a change that concerns neither project tools nor upstreams.
+/// Applies a change that concerns neither project tools, nor upstreams, nor rules.
 pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
     match change {
         DirectoryChange::PutTools(_)
         | DirectoryChange::DropTool { .. }
         | DirectoryChange::PutUpstream(_)
         | DirectoryChange::DropUpstream { .. }
-        | DirectoryChange::SetUpstreamTools { .. } => {}
+        | DirectoryChange::SetUpstreamTools { .. }
+        | DirectoryChange::ChangeRules(_) => {}
         DirectoryChange::AddProject(project) => directory.projects.push(project),
         DirectoryChange::PutAgent(member) => {
             drop_member(directory, &member.project, &member.agent_id);
@@ -74,25 +75,11 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
                 key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
             }
         }
-        DirectoryChange::PutRule(rule) => {
-            drop_rule(directory, &rule.project, &rule.agent, &rule.pattern);
-            directory.rules.push(rule);
-        }
-        DirectoryChange::DropRule { project, agent, pattern } => {
-            drop_rule(directory, &project, &agent, &pattern);
-        }
     }
 }
 
 fn drop_member(directory: &mut Directory, project: &str, agent_id: &str) {
     directory.roster.retain(|m| m.project != project || m.agent_id != agent_id);
-}
-
-fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &str) {
-    directory.rules.retain(|rule| {
-        (rule.project.as_str(), rule.agent.as_str(), rule.pattern.as_str())
-            != (project, agent, pattern)
-    });
 }
 
 /// Removes tools that no client provides any more.
