@@ -191,7 +191,7 @@ impl Store for PostgresStore {
             records,
             key: new.key,
             undelivered: new.undelivered,
-            approval: new.approval.map(ApprovalRow::new).transpose()?,
+            approval: new.approval.map(|new| ApprovalRow::with_audit(*new)).transpose()?,
             reply,
             position: 0,
             is_key_taken: false,

@@ -164,7 +164,7 @@ impl Store for SqliteStore {
     async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
         let records = encode_new_call_events(&new.call, new.records)?;
         let row = CallRow::for_insert(new.call)?;
-        let approval = new.approval.map(ApprovalRow::new).transpose()?;
+        let approval = new.approval.map(|new| ApprovalRow::with_audit(*new)).transpose()?;
         let group = new.group_member.as_ref().map(GroupMember::group);
         let (reply, answer) = oneshot::channel();
         self.writer.send(Box::new(CallInsert {

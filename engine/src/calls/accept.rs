@@ -4,12 +4,15 @@
 //! A call that must wait is stored with a [`Hold`]; `queue_or_hold` in `dependents.rs` keeps it out
 //! of the queue until an event releases it.
 
+pub(crate) mod approval_request;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use futures::poll;
 use serde_json::json;
+
+use approval_request::BatchCalls;
 
 use crate::calls::Calls;
 use crate::calls::commit::{Commit, CommitKind};
@@ -30,6 +33,7 @@ use crate::domain::id::CallId;
 use crate::domain::tool::Effect;
 use crate::lifecycle::{self, Action, Event, Transition};
 use crate::ports::core::from_store_error;
+use crate::ports::store::approvals::NewApproval;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
@@ -48,6 +52,8 @@ pub(crate) struct BatchMembership {
     pub(crate) on_finished: Option<OnFinished>,
     /// The call that must end before this one starts.
     pub(crate) predecessor: Option<Arc<Call>>,
+    /// Calls of the other entries.
+    pub(crate) siblings: Option<BatchCalls>,
 }
 
 /// An accepted call. It is stored and will reach an outcome.
@@ -123,9 +129,9 @@ impl Calls {
             let undelivered = is_candidate
                 .then(|| self.undelivered_request(&catalog, caller, &tool, &call))
                 .flatten();
-            Ok((call, undelivered))
+            Ok((tool, call, undelivered))
         });
-        let (mut call, undelivered) = match drafted {
+        let (tool, mut call, undelivered) = match drafted {
             Ok(drafted) => drafted,
             Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
         };
@@ -137,14 +143,31 @@ impl Calls {
         {
             return Ok(ticket);
         }
-        let accepting = self.clone().commit_call(call, key, undelivered, membership);
+        let mut approval = None;
+        // A call that waits for its predecessor is checked again when its turn comes.
+        if let Some(ask) = self.authorize_arguments(&catalog, caller, &tool, &call).await?
+            && call.hold == Some(Hold::Queue)
+        {
+            let siblings = membership.siblings.as_ref();
+            let equal = key.is_none().then(|| self.join_waiting_call(&call, siblings)).flatten();
+            if let Some(ticket) = equal {
+                return Ok(ticket);
+            }
+            approval = self.request_approval(&catalog, caller, &mut call, ask).await?;
+        }
+        let accepting = self.clone().commit_call(call, key, undelivered, approval, membership);
         self.dispatcher.detach_on_drop(accepting).await
     }
 }
 
 impl Calls {
     /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.
-    async fn prepare_schemas(&self, catalog: &Catalog, caller: &Caller, tool: &Arc<Compiled>) {
+    pub(crate) async fn prepare_schemas(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &Arc<Compiled>,
+    ) {
         let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
         let others = names.filter_map(|name| catalog.find(&caller.project, name));
         for entry in std::iter::once(tool.clone()).chain(others) {
@@ -247,6 +270,7 @@ impl Calls {
         call: Call,
         key: Option<IdempotencyKey>,
         undelivered: Option<UndeliveredRequest>,
+        approval: Option<(Box<NewApproval>, EventRecord)>,
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
@@ -260,12 +284,14 @@ impl Calls {
                     .await;
             }
         };
-        let requested = EventRecord::new(EventKind::Requested, call.created_ms, 0)
-            .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len())
-            .with_task_ids(&call);
+        let (approval, held) = approval.unzip();
+        let requested = requested_record(&call);
         let mut slot = self.dispatcher.try_acquire_slot(&call, &scope, &caps);
         let (call, mut records, action) = claim_new_call(call, &slot, &self.core.node, requested);
+        records.extend(held);
+        if let Some(siblings) = &membership.siblings {
+            siblings.lock().push(call.id.clone());
+        }
         let mut call = Arc::new(call);
         // With an idempotency key the call may have been made before. Nothing starts until the
         // store has answered that.
@@ -292,7 +318,7 @@ impl Calls {
             records,
             key,
             undelivered: undelivered.clone(),
-            approval: None,
+            approval,
             group_member: membership.group_member,
         };
         let mut creating = self.core.store.create_call(new);
@@ -491,6 +517,19 @@ impl Calls {
         if let Some(source) = self.dispatcher.sources.get(&call.target.executor) {
             source.cancel(&call.id, call.attempt);
         }
+    }
+}
+
+/// Returns the first record of a call's history.
+fn requested_record(call: &Call) -> EventRecord {
+    let record = EventRecord::new(EventKind::Requested, call.created_ms, 0)
+        .with("tool", call.tool_name.as_str())
+        .with("args_bytes", call.target.args.text().len())
+        .with_task_ids(call);
+    let standing = call.approval.as_ref().and_then(|approval| approval.standing_id.as_deref());
+    match standing {
+        Some(id) => record.with("standing_approval_id", id),
+        None => record,
     }
 }
 

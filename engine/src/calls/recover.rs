@@ -59,13 +59,14 @@ impl Calls {
             self.dispatcher.limiter.force_acquire(self.dispatcher.resolve_slot_scope(&call).0)
         });
         let entry = OpenCall::from_store(call, slot, self.core.clock.wall_offset_ms());
+        self.dispatcher.approval_index.update_waiting(&entry.call());
         self.dispatcher.open_calls.adopt(entry.clone()).then_some(entry)
     }
 
     async fn report_owner_lost(self: &Arc<Self>, entry: Arc<OpenCall>) {
         let found = entry.call();
         // The rules may have changed while no process was running.
-        if !self.dispatcher.end_if_denied(&found).await {
+        if !self.dispatcher.stop_if_not_allowed(&found).await {
             let lost = Event::OwnerLost { node: self.core.node.clone() };
             self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;
         }

@@ -103,6 +103,10 @@ impl Calls {
         }
         let call = self.call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
+        if let Some(replacement) = call.replaced_by().filter(|_| !call.status.is_terminal()) {
+            // It executes this call; if it has ended by itself, this call has its outcome.
+            self.dispatcher.apply_event(caller, replacement, event.clone()).await?;
+        }
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 

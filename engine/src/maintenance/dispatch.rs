@@ -27,7 +27,7 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
         let claim = async move {
             // Between the rule's change and this claim, the reconciler of revocations may not have
             // reached the call.
-            if dispatcher.end_if_denied(&entry.call()).await {
+            if dispatcher.stop_if_not_allowed(&entry.call()).await {
                 return;
             }
             entry.set_slot(slot);

@@ -16,7 +16,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
 
-use crate::domain::call::approval::Approval;
 use crate::domain::call::{Call, Status};
 use crate::domain::delivery::{Delivery, DeliveryAttempt, DeliveryStatus};
 use crate::domain::directory::{AuditEntry, Directory, DirectoryChange};
@@ -53,7 +52,7 @@ pub struct NewCall {
     /// The request that made the call, if a repeated request may join the call.
     pub undelivered: Option<undelivered::UndeliveredRequest>,
     /// The approval that the call waits for.
-    pub approval: Option<Box<Approval>>,
+    pub approval: Option<Box<approvals::NewApproval>>,
     /// Set if the call is part of a group; dropped once the call is queued for writing.
     pub group_member: Option<GroupMember>,
 }

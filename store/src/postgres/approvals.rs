@@ -22,7 +22,7 @@ use crate::row::{
 };
 
 /// A commit in the form that the writer binds.
-struct CommitRow {
+struct PipelinedCommit {
     row: CallRow,
     records: EventColumns,
     changes: Vec<ApprovalChangeRow>,
@@ -31,7 +31,7 @@ struct CommitRow {
     audit: Vec<AuditEntry>,
 }
 
-impl CommitRow {
+impl PipelinedCommit {
     fn new(commit: ApprovalCommit) -> Result<Self, StoreError> {
         let ApprovalCommit { call, records, changes, replacement, standing, audit } = commit;
         let replacement = replacement.map(|new| {
@@ -68,7 +68,7 @@ impl CommitRow {
 
 /// Several commits, made in one transaction.
 struct ApprovalCommits {
-    rows: Vec<CommitRow>,
+    rows: Vec<PipelinedCommit>,
     results: Vec<SaveResult>,
     reply: oneshot::Sender<Result<Vec<SaveResult>, StoreError>>,
 }
@@ -212,7 +212,7 @@ impl ApprovalStore for PostgresStore {
         &self,
         commits: Vec<ApprovalCommit>,
     ) -> Result<Vec<SaveResult>, StoreError> {
-        let rows = commits.into_iter().map(CommitRow::new).collect::<Result<_, _>>()?;
+        let rows = commits.into_iter().map(PipelinedCommit::new).collect::<Result<_, _>>()?;
         let (reply, answer) = oneshot::channel();
         self.writer.send(Box::new(ApprovalCommits { rows, results: Vec::new(), reply }))?;
         await_reply(answer).await

@@ -3,6 +3,7 @@
 use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::directory::AuditEntry;
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{
@@ -11,6 +12,7 @@ use toolcrib::ports::store::{
 
 use super::approvals::insert_approval;
 use super::change::{Change, ChangeFuture, WriterConnection};
+use super::directory::insert_audit_entry;
 use super::writer_lease::SequenceCounters;
 use super::{deliveries, limit_param};
 use crate::postgres::session::{Session, SessionError, SqlParams};
@@ -52,7 +54,7 @@ pub(super) struct CallInsert {
     pub(super) records: EventColumns,
     pub(super) key: Option<IdempotencyKey>,
     pub(super) undelivered: Option<UndeliveredRequest>,
-    pub(super) approval: Option<ApprovalRow>,
+    pub(super) approval: Option<(ApprovalRow, AuditEntry)>,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
     pub(super) position: i64,
     /// Set when the idempotency key is already in use; `existing` then holds the call it created.
@@ -87,8 +89,9 @@ impl CallInsert {
         if let Some(request) = &self.undelivered {
             insert_undelivered(session, request).await?;
         }
-        if let Some(approval) = &self.approval {
+        if let Some((approval, audit)) = &self.approval {
             insert_approval(session, approval).await?;
+            insert_audit_entry(session, audit).await?;
         }
         deliveries::insert_delivery(session, call, self.position).await
     }

@@ -3,7 +3,9 @@
 use toolcrib::domain::call::approval::{
     Approval, ApprovalChange, ApprovalDecision, ApprovalStatus, ApprovalWebhook,
 };
+use toolcrib::domain::directory::AuditEntry;
 use toolcrib::ports::store::StoreError;
+use toolcrib::ports::store::approvals::NewApproval;
 
 use super::{RowReader, columns, decode, encode};
 
@@ -39,6 +41,10 @@ impl ApprovalRow {
     pub(crate) fn new(approval: Box<Approval>) -> Result<Self, StoreError> {
         let request = encode(&approval.request)?;
         Ok(Self { approval, request })
+    }
+
+    pub(crate) fn with_audit(new: NewApproval) -> Result<(Self, AuditEntry), StoreError> {
+        Ok((Self::new(Box::new(new.approval))?, new.audit))
     }
 }
 

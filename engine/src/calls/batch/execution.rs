@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 
 use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
 use crate::calls::accept::BatchMembership;
+use crate::calls::accept::approval_request::BatchCalls;
 use crate::calls::request::CallRequest;
 use crate::calls::{Calls, Until};
 use crate::domain::call::Call;
@@ -90,6 +91,8 @@ pub(super) struct BatchExecution {
     /// The last calls of lanes that are still open after the wait. Each occupies a concurrency
     /// slot; an entry without a slot is stored behind one of them.
     open_predecessors: Mutex<VecDeque<Arc<Call>>>,
+    /// The calls of the entries so far.
+    calls: BatchCalls,
     /// Total size of the results so far.
     result_bytes: AtomicUsize,
     write: Option<EntryRenderer>,
@@ -121,6 +124,7 @@ impl BatchExecution {
             parsed,
             started_lanes: AtomicUsize::new(0),
             open_predecessors: Mutex::default(),
+            calls: BatchCalls::default(),
             result_bytes: AtomicUsize::new(0),
             write,
             deliveries: Mutex::default(),
@@ -254,6 +258,7 @@ impl BatchExecution {
             group_member: coming,
             on_finished: Some(Box::new(ahead)),
             predecessor: after,
+            siblings: Some(self.calls.clone()),
         };
         let ticket = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
             Ok(ticket) => ticket,

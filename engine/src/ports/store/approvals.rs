@@ -37,6 +37,15 @@ impl ApprovalCommit {
     }
 }
 
+/// A new approval, with its entry of the audit log.
+#[derive(Debug)]
+pub struct NewApproval {
+    /// The pending approval.
+    pub approval: Approval,
+    /// Entry of the audit log.
+    pub audit: AuditEntry,
+}
+
 /// Selects the approvals to list, newest first.
 #[derive(Debug, Clone, Default)]
 pub struct ApprovalFilter {

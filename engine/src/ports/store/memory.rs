@@ -97,8 +97,10 @@ impl MemoryState {
         }
         self.calls.insert(position, Arc::unwrap_or_clone(new.call));
         self.undelivered.extend(new.undelivered.map(|request| (request.id.clone(), request)));
-        let approval = new.approval.map(|approval| (approval.id.clone(), *approval));
-        self.approvals.by_id.extend(approval);
+        if let Some(new) = new.approval {
+            self.approvals.by_id.insert(new.approval.id.clone(), new.approval);
+            self.audit.push(new.audit);
+        }
     }
 
     /// Replaces a call whose stored version is exactly one lower.

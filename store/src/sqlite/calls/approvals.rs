@@ -20,7 +20,7 @@ use crate::sqlite::reader::query_map;
 use crate::sqlite::writer::{NewCallRow, WriterConnection};
 
 /// A commit in the form that the writer binds.
-struct CommitRow {
+struct ApprovalCommitRow {
     row: CallRow,
     records: Vec<EventRow>,
     changes: Vec<ApprovalChangeRow>,
@@ -30,7 +30,7 @@ struct CommitRow {
     audit: Vec<AuditEntry>,
 }
 
-impl CommitRow {
+impl ApprovalCommitRow {
     fn new(commit: ApprovalCommit) -> Result<Self, StoreError> {
         let ApprovalCommit { call, records, changes, replacement, standing, audit } = commit;
         let replacement = replacement.map(|new| {
@@ -166,7 +166,8 @@ impl ApprovalStore for SqliteStore {
         &self,
         commits: Vec<ApprovalCommit>,
     ) -> Result<Vec<SaveResult>, StoreError> {
-        let rows: Result<Vec<CommitRow>, _> = commits.into_iter().map(CommitRow::new).collect();
+        let rows: Result<Vec<ApprovalCommitRow>, _> =
+            commits.into_iter().map(ApprovalCommitRow::new).collect();
         let mut rows = rows?;
         self.write(move |writer| rows.iter_mut().map(|row| row.apply(writer)).collect()).await
     }
