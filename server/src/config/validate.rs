@@ -30,6 +30,7 @@ impl Config {
         self.check_policies()?;
         self.check_numbers()?;
         self.webhooks.validate()?;
+        self.approvals.validate()?;
         let days = self.retention.finished_calls_days;
         if !(0.0..=36_500.0).contains(&days) {
             let reason = "must be from 0 (keep for ever) to 36500";

@@ -7,6 +7,7 @@
 
 mod admin;
 mod agents;
+mod approvals;
 mod batch;
 mod calls;
 mod cards;
@@ -56,6 +57,7 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))
+        .merge(approval_routes())
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))
         .routes(routes!(sources::show, sources::remove))
@@ -63,6 +65,16 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(sources::refresh))
         .routes(routes!(sources::sign_in, sources::sign_out))
         .merge(utp_routes())
+}
+
+/// Routes of approvals: calls that wait for a person.
+fn approval_routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new()
+        .routes(routes!(approvals::list))
+        .routes(routes!(approvals::decide))
+        .routes(routes!(approvals::list_standing))
+        .routes(routes!(approvals::revoke_standing))
+        .routes(routes!(approvals::show))
 }
 
 /// Routes of runs: stored conversations with models.
