@@ -4,6 +4,7 @@
 //! failover and normal operation use the same path.
 
 pub mod client_leases;
+pub mod credential_expiry;
 pub mod deadlines;
 pub mod directory_refresh;
 pub mod dispatch;

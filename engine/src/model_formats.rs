@@ -142,6 +142,22 @@ pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {
     })
 }
 
+/// The fields of [`CallFormat::Envelope`].
+pub const ENVELOPE_FIELDS: &[&str] = envelope::FIELDS;
+
+/// Returns the fields of an envelope that it does not know. Fields of the other formats belong to
+/// their APIs and are not checked; so are those of an entry whose format is not recognized.
+pub fn unknown_envelope_fields(entry: &Json) -> Vec<String> {
+    let Ok(fields) = RawFields::parse(entry) else { return Vec::new() };
+    if detect_format(&fields) != Ok(CallFormat::Envelope) {
+        return Vec::new();
+    }
+    // Parsing the entry explains arguments under the name of another format.
+    let is_explained = |name: &str| matches!(name, "arguments" | "input") && !fields.has("args");
+    let is_unknown = |name: &&str| !ENVELOPE_FIELDS.contains(name) && !is_explained(name);
+    fields.names().filter(is_unknown).map(str::to_owned).collect()
+}
+
 fn detect_format(fields: &RawFields<'_>) -> Result<CallFormat, Fault> {
     match fields.borrowed_text("type")?.as_deref() {
         Some("function") => Ok(CallFormat::OpenAi),

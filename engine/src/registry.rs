@@ -3,28 +3,35 @@
 
 pub(crate) mod authorize;
 pub(crate) mod catalog;
+pub(crate) mod credentials;
 pub(crate) mod keys;
 pub(crate) mod model_tool_names;
 pub(crate) mod model_tools;
 pub(crate) mod projects;
 pub(crate) mod rules;
 pub(crate) mod search;
+pub(crate) mod session_tokens;
+pub(crate) mod sign_ins;
 pub(crate) mod upstreams;
 use std::collections::HashSet;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 use search::SearchIndexes;
+use sign_ins::SignInLog;
 
 use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
 pub use authorize::AccessRequest;
 pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
-pub use keys::{CreatedKey, NewKey, OperatorCredential};
+pub use credentials::{Credentials, OperatorCredential};
+pub use keys::{CreatedKey, NewKey};
 pub use model_tool_names::name_for_model;
 pub use projects::check_array_items;
 pub use search::ToolMatch;
+pub use session_tokens::{CreatedSessionToken, MAX_SESSION_TOKEN_TTL_MS, NewSessionToken};
 
 /// The directory in memory, and the only writer of the stored one.
 pub struct Registry {
@@ -35,6 +42,12 @@ pub struct Registry {
     authenticator: Option<Arc<dyn Authenticator>>,
     /// Authenticates the operator; `None` if this server has no operator token.
     operator: Option<OperatorCredential>,
+    /// Milliseconds by which credentials take the time to be ahead of the clock, because a process
+    /// recorded a later time before.
+    time_floor_ms: AtomicU64,
+    /// Time of day that this process recorded last, in Unix milliseconds.
+    recorded_time_ms: AtomicU64,
+    sign_ins: SignInLog,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
@@ -74,6 +87,9 @@ impl Registry {
             search_indexes: SearchIndexes::default(),
             authenticator,
             operator,
+            time_floor_ms: AtomicU64::default(),
+            recorded_time_ms: AtomicU64::default(),
+            sign_ins: SignInLog::default(),
             directory_lock: tokio::sync::Mutex::new(()),
             tool_names_in_metrics,
             listeners: OnceLock::new(),

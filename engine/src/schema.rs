@@ -35,6 +35,7 @@ mod tests;
 pub use budget::{CompileBudget, FORM_BYTES, REQUEST_BYTES};
 pub use cache::{compile_off_thread, compiled_bytes};
 pub use defaults::DefaultsTooLarge;
+pub use phrases::nearest_name;
 
 use cache::SchemaSlot;
 use guard::SchemaProfile;

@@ -43,6 +43,7 @@ Examples:
   toolcrib calls --status failed --since 1h         what went wrong in the last hour
   toolcrib run --model demo 'What is 6 * 7?'        ask a model, and see its calls happen
   toolcrib watch                                    see calls as they happen
+  toolcrib keys create --agent operator --role admin
   toolcrib keys create --agent ada --allow 'weather.*'
   toolcrib doctor                                   is everything all right?
 
@@ -115,8 +116,10 @@ Examples:
     Utp(utp::UtpArgs),
     /// List webhook deliveries, repeat one, or generate a signing key
     Webhooks(webhooks::WebhooksArgs),
-    /// Create, list and revoke keys
+    /// Create, list, rotate and revoke keys
     Keys(admin::KeysArgs),
+    /// Make, list and revoke session tokens, which narrow a key
+    Tokens(admin::TokensArgs),
     /// Allow an agent to call tools
     Allow(admin::AllowDenyArgs),
     /// Deny an agent tools; deny takes precedence over allow
@@ -402,6 +405,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Utp(args) => utp::run(context, args).await,
         CliCommand::Webhooks(args) => webhooks::run(context, args).await,
         CliCommand::Keys(args) => admin::keys(context, args).await,
+        CliCommand::Tokens(args) => admin::tokens(context, args).await,
         CliCommand::Allow(args) => {
             admin::set_rules(context, args, toolcrib::domain::access_rules::RuleVerdict::Allow)
                 .await

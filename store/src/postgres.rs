@@ -370,6 +370,10 @@ impl Store for PostgresStore {
         self.write(input, |writer, input| Box::pin(directory::apply_change(writer, input))).await
     }
 
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        self.write(at_ms, |writer, at_ms| Box::pin(directory::record_time(writer, at_ms))).await
+    }
+
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
         self.write(entry, |writer, entry| Box::pin(directory::append_audit_entry(writer, entry)))
             .await

@@ -325,6 +325,10 @@ impl Store for SqliteStore {
         .await
     }
 
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        self.write(move |writer| directory::record_time(writer.connection()?, at_ms)).await
+    }
+
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
         self.write(move |writer| directory::insert_audit_entry(writer.connection()?, &entry)).await
     }

@@ -3,14 +3,29 @@
 pub mod oauth;
 mod origin;
 pub mod settings;
-use axum::http::{HeaderMap, header};
+use std::net::IpAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use axum::body::{Body, HttpBody};
+use axum::http::{Extensions, HeaderMap, HeaderValue, header};
+use axum::response::Response;
+use futures::StreamExt;
 pub use origin::OriginPolicy;
-use toolcrib::domain::caller::AuthMethod;
+use toolcrib::domain::caller::{AuthMethod, AuthenticatedCaller, DEFAULT_PROJECT};
+use toolcrib::domain::directory::credential::AssertableAttribute;
 use toolcrib::domain::fault::{Code, Error};
+use toolcrib::registry::Credentials;
 use toolcrib::{Caller, Engine};
+
+/// Interval at which open streams and waits check that their credentials are valid.
+const REVALIDATION_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The prefix of every key's secret, so that secret scanners and people recognize it.
 const SECRET_PREFIX: &str = "tck_";
+
+/// The prefix of every session token's secret.
+const SESSION_TOKEN_PREFIX: &str = "tcs_";
 
 /// The prefix of the operator token.
 const OPERATOR_TOKEN_PREFIX: &str = "tc_operator_";
@@ -18,6 +33,11 @@ const OPERATOR_TOKEN_PREFIX: &str = "tc_operator_";
 /// Returns a new secret with at least 256 random bits, in letters and digits.
 pub fn generate_secret() -> String {
     generate_with_prefix(SECRET_PREFIX)
+}
+
+/// Returns a new secret for a session token, with as many random bits as a key's.
+pub fn generate_session_token() -> String {
+    generate_with_prefix(SESSION_TOKEN_PREFIX)
 }
 
 fn generate_with_prefix(prefix: &str) -> String {
@@ -43,76 +63,221 @@ pub fn is_operator_token(text: &str) -> bool {
     body.is_some_and(|body| body.len() == 52 && body.bytes().all(|b| b.is_ascii_alphanumeric()))
 }
 
-/// Returns the caller of a request. The operator token makes it the operator. Otherwise, if the
-/// server has any key, the request needs one, and the key determines the caller. Without keys the
-/// caller is anonymous, and the request must not come from a web page of another origin.
+/// The address of the other end of a request's connection, as an extension of the request.
+#[derive(Debug, Clone, Copy)]
+pub struct PeerAddress(pub IpAddr);
+
+/// Authenticates a request. The operator token makes the caller the operator. Otherwise, if the
+/// server has any key, the request needs a key or a token, which determines the caller. Without
+/// keys the caller is anonymous, and the request must not come from a web page of another origin.
 pub(crate) fn authenticate_request(
     engine: &Engine,
     origins: &OriginPolicy,
     headers: &HeaderMap,
-) -> Result<Caller, Error> {
-    let caller = identify_caller(engine, headers)?;
+    extensions: &Extensions,
+) -> Result<RequestCredentials, Error> {
+    let presented = PresentedCredentials::from_request(headers, extensions)?;
+    let AuthenticatedCaller { caller, expires_ms } = presented.identify_caller(engine)?;
     if caller.auth_method == AuthMethod::Anonymous {
         origins.check(headers)?;
     }
-    Ok(caller)
+    let credentials = RequestCredentials { caller, expires_ms, presented: presented.into() };
+    if let Some(watch) = extensions.get::<CredentialWatch>() {
+        watch.begin(engine, &credentials);
+    }
+    Ok(credentials)
 }
 
-/// Returns the caller that the credentials of a request identify.
-fn identify_caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
-    let secret = bearer_token(headers);
-    if let Some(token) = secret.filter(|secret| secret.starts_with(OPERATOR_TOKEN_PREFIX)) {
-        let caller = engine.registry().authenticate(token).ok_or_else(|| {
-            let message = "this operator token is not valid; the server's data directory has the \
-                           current one";
-            Error::refused(Code::Unauthenticated, message)
-        })?;
-        return Ok(Caller { project: requested_project(headers)?, ..caller });
-    }
-    if engine.registry().has_keys() {
-        let secret = secret.ok_or_else(|| {
-            let message = "this server needs a key: send Authorization: Bearer KEY";
-            Error::refused(Code::Unauthenticated, message)
-        })?;
-        return engine.registry().authenticate(secret).ok_or_else(|| {
-            Error::refused(Code::Unauthenticated, "this key is unknown or was revoked")
-        });
-    }
-    Ok(Caller::anonymous(requested_project(headers)?))
+/// The credentials that a request presents, which may have become invalid since.
+#[derive(Debug)]
+struct PresentedCredentials {
+    secret: Option<String>,
+    /// The project that the request names; a key has its own.
+    project: Option<String>,
+    user: Option<String>,
+    session: Option<String>,
+    peer: Option<IpAddr>,
+    transport: &'static str,
 }
 
-/// Returns the project that a caller without a key names.
-fn requested_project(headers: &HeaderMap) -> Result<String, Error> {
-    let project = headers.get("x-toolcrib-project").map(|value| value.to_str().unwrap_or(""));
-    let project = project.unwrap_or("default");
-    let plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-    if project.is_empty() || project.len() > 64 || !project.chars().all(plain) {
-        let message = "X-Toolcrib-Project must be 1 to 64 letters, digits, '_', '-' or '.'";
+impl PresentedCredentials {
+    fn from_request(headers: &HeaderMap, extensions: &Extensions) -> Result<Self, Error> {
+        let transport = match () {
+            () if headers.contains_key(header::UPGRADE) => "websocket",
+            () if extensions.get::<McpRequest>().is_some() => "mcp",
+            () => "http",
+        };
+        Ok(Self {
+            secret: bearer_token(headers).map(str::to_owned),
+            project: headers.get("x-toolcrib-project").map(|value| header_text(value)),
+            user: asserted_name(headers, AssertableAttribute::User)?,
+            session: asserted_name(headers, AssertableAttribute::Session)?,
+            peer: extensions.get::<PeerAddress>().map(|peer| peer.0),
+            transport,
+        })
+    }
+
+    /// Returns the caller that these credentials identify now.
+    fn identify_caller(&self, engine: &Engine) -> Result<AuthenticatedCaller, Error> {
+        let registry = engine.registry();
+        let credentials = |secret| Credentials {
+            secret,
+            user: self.user.as_deref(),
+            session: self.session.as_deref(),
+            peer: self.peer,
+            transport: self.transport,
+        };
+        let secret = self.secret.as_deref();
+        if let Some(token) = secret.filter(|secret| secret.starts_with(OPERATOR_TOKEN_PREFIX)) {
+            let mut authenticated = registry.authenticate(&credentials(token)).map_err(|error| {
+                if error.code() != Code::Unauthenticated {
+                    return error;
+                }
+                let message = "this operator token is not valid; the server's data directory has \
+                               the current one";
+                Error::refused(Code::Unauthenticated, message)
+            })?;
+            authenticated.caller.project = self.requested_project()?;
+            return Ok(authenticated);
+        }
+        if registry.has_keys() {
+            let secret = secret.ok_or_else(|| {
+                let message = "this server needs a key: send Authorization: Bearer KEY";
+                Error::refused(Code::Unauthenticated, message)
+            })?;
+            return registry.authenticate(&credentials(secret));
+        }
+        let asserted = [(AssertableAttribute::User, &self.user)];
+        let asserted = asserted.into_iter().chain([(AssertableAttribute::Session, &self.session)]);
+        for (attribute, _) in asserted.filter(|(_, name)| name.is_some()) {
+            let header = attribute.header();
+            let message = format!(
+                "{header} is only accepted with the operator token or a key that may assert it; \
+                 this request has no credentials"
+            );
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let caller = Caller::anonymous(self.requested_project()?);
+        Ok(AuthenticatedCaller { caller, expires_ms: None })
+    }
+
+    /// Returns the project that a caller without a key names.
+    fn requested_project(&self) -> Result<String, Error> {
+        let project = self.project.as_deref().unwrap_or(DEFAULT_PROJECT);
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+        if project.is_empty() || project.len() > 64 || !project.chars().all(plain) {
+            let message = "X-Toolcrib-Project must be 1 to 64 letters, digits, '_', '-' or '.'";
+            return Err(Error::refused(Code::BadRequest, message));
+        }
+        Ok(project.to_owned())
+    }
+}
+
+/// Marks the requests of MCP, as an extension of the request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct McpRequest;
+
+/// Returns the user or session that a request asserts. One that is sent twice is refused: parts of
+/// the way to this server could read different ones.
+fn asserted_name(
+    headers: &HeaderMap,
+    attribute: AssertableAttribute,
+) -> Result<Option<String>, Error> {
+    let name = match attribute {
+        AssertableAttribute::User => "x-toolcrib-user",
+        AssertableAttribute::Session => "x-toolcrib-session",
+    };
+    let mut values = headers.get_all(name).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    if values.next().is_some() {
+        let message = format!("{} must be sent once", attribute.header());
         return Err(Error::refused(Code::BadRequest, message));
     }
-    Ok(project.to_owned())
+    Ok(Some(header_text(value)))
+}
+
+/// Returns a header as text. Bytes that are not UTF-8 become characters that no name may have.
+fn header_text(value: &HeaderValue) -> String {
+    String::from_utf8_lossy(value.as_bytes()).into_owned()
 }
 
 /// The caller of a request and its credentials, for streams and waits that outlive the
-/// authentication: the key may be revoked meanwhile.
+/// authentication: a key or token may be revoked, expire or be narrowed meanwhile.
 #[derive(Clone)]
 pub(crate) struct RequestCredentials {
     caller: Caller,
-    headers: HeaderMap,
+    expires_ms: Option<u64>,
+    presented: Arc<PresentedCredentials>,
 }
 
 impl RequestCredentials {
-    /// Returns the credentials of a caller that these headers authenticated.
-    pub(crate) fn new(caller: &Caller, headers: &HeaderMap) -> Self {
-        Self { caller: caller.clone(), headers: headers.clone() }
+    /// Returns the caller that the credentials authenticated.
+    pub(crate) fn caller(&self) -> &Caller {
+        &self.caller
     }
 
     /// Refuses if the credentials no longer authenticate the same caller.
     pub(crate) fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
-        if identify_caller(engine, &self.headers)? == self.caller {
+        if self.presented.identify_caller(engine)?.caller == self.caller {
             return Ok(());
         }
-        Err(Error::refused(Code::Unauthenticated, "this key is another's now"))
+        Err(Error::refused(Code::Unauthenticated, "these credentials are another caller's now"))
+    }
+
+    /// Waits until the credentials no longer authenticate the same caller; returns the reason.
+    pub(crate) async fn wait_until_invalid(&self, engine: &Engine) -> Error {
+        let registry = engine.registry();
+        // The directory may have changed between the authentication and this wait.
+        let mut checked_version = None;
+        loop {
+            let version = registry.directory_version();
+            let has_ended = self.expires_ms.is_some_and(|ms| registry.credential_time_ms() >= ms);
+            if checked_version != Some(version) || has_ended {
+                if let Err(error) = self.revalidate(engine) {
+                    return error;
+                }
+                checked_version = Some(version);
+            }
+            tokio::time::sleep(REVALIDATION_INTERVAL).await;
+        }
+    }
+}
+
+/// Watches the credentials of one request, from its authentication to the end of its response. As
+/// an extension of the request, it tells the connection which credentials the response depends on.
+#[derive(Clone, Default)]
+pub(crate) struct CredentialWatch(Arc<OnceLock<(Engine, RequestCredentials)>>);
+
+impl CredentialWatch {
+    fn begin(&self, engine: &Engine, credentials: &RequestCredentials) {
+        if credentials.caller.auth_method == AuthMethod::Key {
+            let _ = self.0.set((engine.clone(), credentials.clone()));
+        }
+    }
+
+    /// Waits until the credentials are no longer valid; returns the reason. Waits forever if they
+    /// cannot become invalid.
+    pub(crate) async fn wait_until_invalid(self) -> Error {
+        loop {
+            // A request that is answered at once needs no check, and a longer one is authenticated
+            // by now.
+            tokio::time::sleep(REVALIDATION_INTERVAL).await;
+            if let Some((engine, credentials)) = self.0.get() {
+                return credentials.wait_until_invalid(engine).await;
+            }
+        }
+    }
+
+    /// Ends a response that is sent in parts when the credentials become invalid.
+    pub(crate) fn limit_response(self, response: Response) -> Response {
+        let is_complete = response.body().size_hint().exact().is_some();
+        if is_complete || self.0.get().is_none() {
+            return response;
+        }
+        response.map(|body| {
+            let ended = Box::pin(self.wait_until_invalid());
+            Body::from_stream(body.into_data_stream().take_until(ended))
+        })
     }
 }
 

@@ -51,10 +51,11 @@ use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 pub use v1::{
-    OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+    KeyBody, NewKeyBody, OauthCallback, SessionTokenBody, SkippedToolBody, SourceAdmin, SourceBody,
+    SourceOauth, SourceToolChange,
 };
 
-use crate::auth::OriginPolicy;
+use crate::auth::{CredentialWatch, OriginPolicy};
 use crate::stream_limiter::StreamPermit;
 
 /// The axum state of every HTTP handler.
@@ -203,9 +204,19 @@ fn panic_response(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
 const REQUEST_ID: &str = "x-request-id";
 
 /// Returns the router's response.
-pub async fn call_router(mut router: Router, request: Request) -> Response {
-    match router.call(request).await {
-        Ok(answer) => answer,
+///
+/// A response that takes long, or is sent in parts, ends when the credentials of its request are
+/// revoked, expire or are narrowed.
+pub async fn call_router(mut router: Router, mut request: Request) -> Response {
+    let watch = CredentialWatch::default();
+    request.extensions_mut().insert(watch.clone());
+    let answer = tokio::select! {
+        biased;
+        answer = router.call(request) => answer,
+        error = watch.clone().wait_until_invalid() => return error_response(error),
+    };
+    match answer {
+        Ok(answer) => watch.limit_response(answer),
         Err(never) => match never {},
     }
 }

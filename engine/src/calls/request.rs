@@ -346,7 +346,7 @@ pub(crate) fn build_idempotency_key(
     }
     hash.update(request.args.canonical_text().as_bytes());
     let fingerprint = hex(&hash.finalize());
-    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
+    Some(IdempotencyKey { agent: caller.owner_name(), key, fingerprint })
 }
 
 impl Calls {

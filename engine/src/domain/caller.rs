@@ -143,7 +143,16 @@ impl AuthMethod {
 /// Authenticates callers by credentials other than Toolcrib's keys, such as an issuer's tokens.
 pub trait Authenticator: Send + Sync + 'static {
     /// Returns the bearer of this token, or `None` if the token is not valid.
-    fn authenticate(&self, token: &str) -> Option<Caller>;
+    fn authenticate(&self, token: &str) -> Option<AuthenticatedCaller>;
+}
+
+/// A caller with the end of its credentials.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuthenticatedCaller {
+    /// The bearer of the credentials.
+    pub caller: Caller,
+    /// Time from which the credentials are no longer valid, in Unix milliseconds.
+    pub expires_ms: Option<u64>,
 }
 
 /// Agent name of local callers.
@@ -174,6 +183,13 @@ pub struct CallerAttributes {
     /// Id of the key or session token, `key_…` or `st_…`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub credential: Option<String>,
+}
+
+impl CallerAttributes {
+    /// Returns true if there are none.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// The authenticated requester of an operation.
@@ -243,6 +259,34 @@ impl Caller {
     /// Returns true if this caller may provide tools and report results.
     pub fn may_provide(&self) -> bool {
         self.roles.contains(Role::Provider) || self.may_administer()
+    }
+
+    /// Returns true if this caller may see and decide approvals.
+    pub fn may_approve(&self) -> bool {
+        self.roles.contains(Role::Approver) || self.may_administer()
+    }
+
+    /// Returns true if this caller may read keys, rules and the audit log.
+    pub fn may_audit(&self) -> bool {
+        self.roles.contains(Role::Auditor) || self.may_administer()
+    }
+
+    /// Returns true if this caller may read every call of its project, and not only its own.
+    pub fn may_read_all_calls(&self) -> bool {
+        self.may_audit() || self.may_approve()
+    }
+
+    /// Returns the name under which this caller stores what belongs to it alone, such as
+    /// idempotency keys: its agent name, followed by the user and the session that it acts for, so
+    /// that two users of one key never share anything.
+    pub fn owner_name(&self) -> String {
+        let CallerAttributes { user, session, .. } = &*self.attributes;
+        if user.is_none() && session.is_none() {
+            return self.agent.clone();
+        }
+        // No name contains a control character.
+        let text = |name: &Option<String>| name.clone().unwrap_or_default();
+        format!("{}\u{1f}{}\u{1f}{}", self.agent, text(user), text(session))
     }
 
     /// Returns true if this caller has access to everything in its project. Keys, rules, upstreams

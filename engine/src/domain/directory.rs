@@ -5,32 +5,13 @@
 //! change names the version it was decided on; if another writer committed first, the change is
 //! decided again.
 
+pub mod credential;
 use crate::domain::access_rules::{AccessRule, RuleSetChange, RuleSetVersion};
-use crate::domain::caller::Role;
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
 use crate::domain::utp::AgentEntry;
 
-/// An API key without its secret: only the digest is stored.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ApiKey {
-    /// `key_…`: identifies the key and grants nothing.
-    pub id: String,
-    /// SHA-256 of the secret, in hexadecimal.
-    pub digest: String,
-    /// Id of the project that the key gives access to.
-    pub project: String,
-    /// Agent name that the bearer of the key acts under.
-    pub agent: String,
-    /// Role of the bearer of the key.
-    pub role: Role,
-    /// Time of creation, in Unix milliseconds.
-    pub created_ms: u64,
-    /// Time of revocation, in Unix milliseconds; `None` while the key is valid.
-    pub revoked_ms: Option<u64>,
-    /// False if requests of its agent never join an earlier call.
-    pub rejoin: bool,
-}
+pub use credential::{ApiKey, KeyAttributes, SessionToken};
 
 /// A program that provides tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -99,6 +80,11 @@ pub struct Directory {
     pub offers: Vec<ToolOffer>,
     /// The API keys, including revoked ones.
     pub keys: Vec<ApiKey>,
+    /// The session tokens, including expired and revoked ones of the last days.
+    pub session_tokens: Vec<SessionToken>,
+    /// The latest time of day that a process has recorded, in Unix milliseconds. Credentials that
+    /// end are checked against no earlier time, so that setting the clock back extends none.
+    pub latest_time_ms: u64,
     /// The access rules of all projects that are in force, by project and id.
     pub rules: Vec<AccessRule>,
     /// The present version of each project's rules.
@@ -174,6 +160,32 @@ pub enum DirectoryChange {
         /// Time of revocation, in Unix milliseconds.
         at_ms: u64,
     },
+    /// Adds the successor of a key, and ends the key itself.
+    RotateKey {
+        /// Id of the key that is replaced.
+        id: String,
+        /// Time from which it is no longer valid, in Unix milliseconds, unless it ends before.
+        ends_ms: u64,
+        /// The key that replaces it.
+        successor: Box<ApiKey>,
+    },
+    /// Adds a session token.
+    AddSessionToken(Box<SessionToken>),
+    /// Revokes a session token; one that is already revoked stays unchanged.
+    RevokeSessionToken {
+        /// Id of the token, `st_…`.
+        id: String,
+        /// Time of revocation, in Unix milliseconds.
+        at_ms: u64,
+    },
+    /// Marks the session tokens that have expired as revoked, and deletes those that were revoked
+    /// long before.
+    ExpireSessionTokens {
+        /// The present time, in Unix milliseconds.
+        at_ms: u64,
+        /// Tokens revoked before this time are deleted, in Unix milliseconds.
+        delete_before_ms: u64,
+    },
     /// Makes a new version of a project's rules.
     ChangeRules(Box<RuleSetChange>),
     /// Replaces the upstream's entry; its tools stay.
@@ -214,7 +226,9 @@ pub struct AuditEntry {
     pub project: String,
     /// Agent name of the caller, or the name of the upstream that changed its tools.
     pub agent: String,
-    /// The kind of change or decision: `call.denied`, `key.created`, `key.revoked`, `rule.set`,
+    /// The kind of change or decision: `call.denied`, `key.created`, `key.rotated`, `key.revoked`,
+    /// `key.expired`, `session_token.created`, `session_token.revoked`, `sign_in`,
+    /// `sign_in.failed`, `rule.set`,
     /// `rule.removed`, `client.adopted`, `tool.set`, `tool.removed`, `upstream.set`,
     /// `upstream.removed`, `upstream.tools`.
     pub action: String,

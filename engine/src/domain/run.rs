@@ -6,13 +6,14 @@
 pub mod options;
 pub mod progress;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use options::RunOptions;
 use progress::{FinalAnswer, RunProgress};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::domain::caller::{AuthMethod, Caller, Role, RoleSet};
+use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, Role, RoleSet};
 use crate::domain::event::CallEvent;
 use crate::domain::fault::{Code, Fault};
 
@@ -75,12 +76,17 @@ pub struct RunOwner {
     /// caller only as long as that key exists.
     #[serde(default)]
     pub keyed: bool,
+    /// The caller's attributes, with which the run acts.
+    #[serde(default, skip_serializing_if = "CallerAttributes::is_empty")]
+    pub attributes: CallerAttributes,
 }
 
 impl RunOwner {
     /// Returns whether this caller is the same, with the same permissions.
     pub fn matches(&self, caller: &Caller) -> bool {
-        let other = Self { keyed: self.keyed, ..Self::from(caller) };
+        let mut other = Self { keyed: self.keyed, ..Self::from(caller) };
+        // A rotated key, or another session token with the same rights, is the same caller.
+        other.attributes.credential.clone_from(&self.attributes.credential);
         *self == other
     }
 }
@@ -88,7 +94,8 @@ impl RunOwner {
 impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.roles.to_string());
-        Self { agent, role, local: caller.spans_projects(), keyed: false }
+        let attributes = (*caller.attributes).clone();
+        Self { agent, role, local: caller.spans_projects(), keyed: false, attributes }
     }
 }
 
@@ -171,7 +178,8 @@ impl Run {
     pub fn caller(&self) -> Caller {
         let method = if self.owner.local { AuthMethod::Anonymous } else { AuthMethod::Key };
         let roles = self.owner.role.parse().unwrap_or(RoleSet::from(Role::Agent));
-        Caller::new(&self.project, &self.owner.agent, roles, method)
+        let caller = Caller::new(&self.project, &self.owner.agent, roles, method);
+        Caller { attributes: Arc::new(self.owner.attributes.clone()), ..caller }
     }
 }
 

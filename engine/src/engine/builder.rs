@@ -332,6 +332,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
+    tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     if engine.core.webhook_sender.is_some() {

@@ -10,6 +10,19 @@ use super::{
 use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 
+/// The fields of an envelope.
+pub(super) const FIELDS: &[&str] = &[
+    "call_id",
+    "name",
+    "args",
+    "timeout_ms",
+    "attempt_timeout_ms",
+    "input_timeout_ms",
+    "retry",
+    "idempotency_key",
+    "callback_url",
+];
+
 pub(super) fn read(fields: &RawFields<'_>) -> Result<ParsedToolCall, Fault> {
     // Arguments under the field name of another format would be ignored silently, and the tool
     // would run without them.

@@ -47,6 +47,11 @@ impl<'a> RawFields<'a> {
         self.get(name).is_some()
     }
 
+    /// Returns the names of the fields.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.fields.iter().map(|(name, _)| name.as_ref())
+    }
+
     pub(super) fn json(&self, name: &str) -> Option<Json> {
         self.get(name).map(Json::from_raw)
     }

@@ -333,6 +333,10 @@ pub trait Store: Send + Sync + 'static {
         audit: Option<AuditEntry>,
     ) -> Result<SaveResult, StoreError>;
 
+    /// Records the time of day, unless a later one is recorded. The directory shows the latest; the
+    /// directory's version stays the same.
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError>;
+
     /// Appends an entry to the audit log.
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError>;
 

@@ -12,10 +12,8 @@ use std::sync::{Arc, OnceLock};
 use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
-use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role, RoleSet};
-use crate::domain::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
-};
+use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
+use crate::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
@@ -24,6 +22,7 @@ use crate::domain::tool::{ToolDefinition, check_tool_name};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::SaveResult;
+use crate::registry::credentials::CredentialIndex;
 use crate::registry::{Registry, model_tool_names};
 use crate::schema::{self, CompileBudget, Schema};
 
@@ -134,7 +133,7 @@ pub struct Catalog {
     clients_offering: ProjectMap<Vec<String>>,
     /// Position of each client in the directory.
     client_positions: ProjectMap<usize>,
-    keys: HashMap<String, ApiKey>,
+    pub(super) credentials: CredentialIndex,
     /// Project and agent of the active keys whose requests never join an earlier call.
     agents_without_rejoin: HashSet<(String, String)>,
     pub(super) directory: Directory,
@@ -175,9 +174,9 @@ impl Catalog {
         for (position, client) in directory.clients.iter().enumerate() {
             next.client_positions.insert(&client.project, &client.client_id, position);
         }
+        next.credentials = CredentialIndex::new(&directory);
         let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
-        next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
-        let without = next.keys.values().filter(|key| !key.rejoin);
+        let without = open.filter(|key| !key.rejoin);
         next.agents_without_rejoin =
             without.map(|key| (key.project.clone(), key.agent.clone())).collect();
         next.version = directory.version;
@@ -260,20 +259,6 @@ impl Catalog {
         &self.directory
     }
 
-    pub(crate) fn key(&self, digest: &str) -> Option<&ApiKey> {
-        self.keys.get(digest)
-    }
-
-    /// Returns true if an active key authenticates exactly this caller.
-    pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        let is_it = |key: &ApiKey| {
-            key.project == caller.project
-                && key.agent == caller.agent
-                && RoleSet::from(key.role) == caller.roles
-        };
-        caller.auth_method == AuthMethod::Key && self.keys.values().any(|key| is_it(key))
-    }
-
     /// Returns true if this caller's key may adopt a client: it was registered before the server
     /// had keys, and no key stands for the agent name that such clients belong to.
     fn is_adoptable(&self, caller: &Caller, client_id: &str) -> bool {
@@ -284,7 +269,9 @@ impl Catalog {
             caller.auth_method == AuthMethod::Key && caller.roles == Role::Provider.into();
         // Revoked keys count: the client of another provider is never adopted.
         let owner_has_key = keys.iter().any(|key| {
-            key.project == client.project && key.agent == client.owner && key.role != Role::Agent
+            key.project == client.project
+                && key.agent == client.owner
+                && key.roles != Role::Agent.into()
         });
         is_provider
             && client.owner == LOCAL_AGENT
@@ -471,6 +458,7 @@ impl Registry {
             return Ok(());
         }
         let directory = self.core.store.directory().await.map_err(from_store_error)?;
+        self.raise_time_floor(directory.latest_time_ms);
         let next = Arc::new(self.catalog().rebuild(directory, compiled));
         *self.catalog.write() = next;
         self.listeners().iter().for_each(|listener| listener.directory_changed());

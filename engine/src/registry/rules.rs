@@ -44,7 +44,7 @@ impl Admin {
 
     /// Returns the rules of the caller's project.
     pub fn rules(&self, caller: &Caller) -> Result<Vec<AccessRule>, Error> {
-        self.registry.require_operator(caller, None)?;
+        self.registry.require_auditor(caller)?;
         let catalog = self.registry.catalog();
         let rules = catalog.directory().rules.iter();
         Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())

@@ -123,7 +123,7 @@ impl Runs {
         request: &UndeliveredRequest,
         checkpoint: &ConversationCheckpoint,
     ) -> Result<(), Error> {
-        let agent = caller.agent.clone();
+        let agent = caller.owner_name();
         let stored = RunToolDefinitions {
             project: caller.project.clone(),
             run_id: checkpoint_key(&request.id),
@@ -156,7 +156,7 @@ impl Runs {
         let stored: StoredCheckpoint<ConversationCheckpoint> =
             serde_json::from_str(stored.tool_definitions.text())
                 .map_err(|error| Error::Internal(Box::new(error)))?;
-        Ok((stored.agent == caller.agent).then_some(stored.checkpoint))
+        Ok((stored.agent == caller.owner_name()).then_some(stored.checkpoint))
     }
 
     /// Waits for the grace period of a disconnected requester. Returns true if nothing has taken

@@ -158,7 +158,9 @@ impl Runs {
     pub async fn check_run_owner(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
         let found = self.core.store.runs().run(&caller.project, run_id).await;
         match found.map_err(from_store_error)? {
-            Some(run) if run.owner.agent != caller.agent => Err(not_run_owner(&run)),
+            Some(run) if run.caller().owner_name() != caller.owner_name() => {
+                Err(not_run_owner(&run))
+            }
             _ => Ok(()),
         }
     }
@@ -379,7 +381,7 @@ fn reopen_run(run: &mut Run) {
 fn run_idempotency_key(caller: &Caller, new: &RunRequest) -> Option<IdempotencyKey> {
     let key = new.idempotency_key.clone()?;
     let fingerprint = run_fingerprint(new);
-    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
+    Some(IdempotencyKey { agent: caller.owner_name(), key, fingerprint })
 }
 
 fn run_fingerprint(new: &RunRequest) -> String {

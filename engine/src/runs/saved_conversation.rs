@@ -41,7 +41,7 @@ impl Runs {
         id: &str,
         thread: &SavedConversation,
     ) -> Result<(), Error> {
-        let saved = StoredConversation { agent: caller.agent.clone(), conversation: thread };
+        let saved = StoredConversation { agent: caller.owner_name(), conversation: thread };
         let run = RunToolDefinitions {
             project: caller.project.clone(),
             run_id: storage_key(id),
@@ -68,7 +68,7 @@ impl Runs {
         let saved: StoredConversation<SavedConversation> =
             serde_json::from_str(stored.tool_definitions.text())
                 .map_err(|error| Error::Internal(Box::new(error)))?;
-        Ok((saved.agent == caller.agent).then_some(saved.conversation))
+        Ok((saved.agent == caller.owner_name()).then_some(saved.conversation))
     }
 }
 

@@ -174,7 +174,7 @@ pub(super) fn alternative_phrase(problem: &SchemaProblem, base: &str) -> String 
 }
 
 /// Returns the known name that an unknown one is most likely a misspelling of.
-pub(super) fn nearest_name<'n>(name: &str, candidates: &BTreeSet<&'n str>) -> Option<&'n str> {
+pub fn nearest_name<'n>(name: &str, candidates: &BTreeSet<&'n str>) -> Option<&'n str> {
     // A comparison costs the product of both lengths, and a name that long is unlikely to be a
     // typo.
     if name.len() > 64 {

@@ -10,7 +10,7 @@ use toolcrib::calls::{Batch, BatchMode, Ticket, Until};
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::ports::clock::ManualClock;
 use toolcrib::ports::store::{MemoryStore, Store};
-use toolcrib::registry::NewKey;
+use toolcrib::registry::{Credentials, NewKey};
 use toolcrib::{CallRequest, Caller, Effect, Engine, Fault, FnTool, Json, Role, Status};
 
 #[derive(Deserialize, JsonSchema)]
@@ -181,13 +181,14 @@ async fn reads_keyed_calls_and_tools_without_rejoin_are_not_joined() {
 async fn a_key_without_rejoin_turns_it_off_for_its_agent() {
     let fixture = Fixture::new();
     let engine = fixture.engine().await;
+    let first = NewKey::new("default", "operator", Role::Admin);
+    engine.admin().create_key(&caller(), first, "x".repeat(40)).await.unwrap();
     for (agent, rejoin) in [("ada", true), ("bob", false)] {
-        let (project, role) = ("default".to_owned(), Role::Agent);
         let allow = vec!["*".to_owned()];
-        let new = NewKey { project, agent: agent.into(), role, allow, rejoin };
+        let new = NewKey { allow, rejoin, ..NewKey::new("default", agent, Role::Agent) };
         let secret = format!("{agent:x>40}");
         engine.admin().create_key(&caller(), new, secret.clone()).await.unwrap();
-        let caller = engine.registry().authenticate(&secret).unwrap();
+        let caller = engine.registry().authenticate(&Credentials::new(&secret)).unwrap().caller;
         let request = || request("bank.pay", r#"{"amount": 5}"#);
         drop(engine.calls().invoke(&caller, request()).await.unwrap());
         let again = engine.calls().invoke(&caller, request()).await.unwrap();

@@ -233,6 +233,10 @@ impl Store for FlakyStore {
         self.inner.change_directory(change, decided_on, audit).await
     }
 
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        self.inner.record_time(at_ms).await
+    }
+
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
         self.inner.append_audit_entry(entry).await
     }

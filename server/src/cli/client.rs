@@ -86,7 +86,10 @@ impl<'a> ApiRequest<'a> {
     /// Returns true if the route administers the server. Only there may a command act as the
     /// operator by itself: with other routes, a missing key must not grant more than a key would.
     fn is_administrative(&self) -> bool {
-        matches!(self.path[..], ["v1", "keys" | "rules" | "audit" | "sources", ..])
+        matches!(
+            self.path[..],
+            ["v1", "keys" | "session_tokens" | "rules" | "audit" | "sources", ..]
+        )
     }
 }
 

@@ -26,6 +26,7 @@ use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::domain::fault::Code;
+use toolcrib::registry::Credentials;
 use toolcrib_store::file_permissions;
 use toolcrib_transport::mcp::{CatalogueMode, mark_lines};
 
@@ -120,10 +121,12 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
     let engine = served.engine.clone();
     let caller = match (engine.registry().has_keys(), context.global.key.as_deref()) {
         (false, _) => Caller::local(context.project()),
-        (true, Some(key)) => engine.registry().authenticate(key).ok_or_else(|| {
-            let message = "this key is unknown or was revoked";
-            CommandFailure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
-        })?,
+        (true, Some(key)) => {
+            // A process that reads the data directory runs on this machine.
+            let peer = Some(std::net::Ipv4Addr::LOCALHOST.into());
+            let credentials = Credentials { peer, transport: "stdio", ..Credentials::new(key) };
+            engine.registry().authenticate(&credentials)?.caller
+        }
         (true, None) => {
             let message = "there are keys in this data directory, so one is needed";
             return Err(CommandFailure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)

@@ -19,6 +19,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use toolcrib_transport::auth::PeerAddress;
 use toolcrib_transport::delivery::ConnectionDeliveries;
 use toolcrib_transport::http::{
     ConnectionPermit, call_router, connection_refusal, is_health_check, serve_request,
@@ -73,8 +74,8 @@ pub(super) async fn accept_connections(
     let regular = Arc::new(Semaphore::new(limits.max_connections));
     let reserved = Arc::new(Semaphore::new(RESERVED_CONNECTIONS));
     loop {
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 // Most likely the process is out of file descriptors; that passes when connections
                 // end.
@@ -93,6 +94,7 @@ pub(super) async fn accept_connections(
         let is_reserved = matches!(capacity, Capacity::Reserved(_));
         let handler = ConnectionHandler {
             router: router.clone(),
+            peer: PeerAddress(peer.ip()),
             streams: Arc::clone(&limits.streams),
             regular: Arc::clone(&regular),
             capacity: Mutex::new(Some(capacity)),
@@ -117,6 +119,7 @@ pub(super) async fn accept_connections(
 /// Answers the requests of one connection.
 struct ConnectionHandler {
     router: Router,
+    peer: PeerAddress,
     streams: Arc<StreamLimiter>,
     regular: Arc<Semaphore>,
     /// Held until the connection ends; moves into `permit` when a request needs to share it.
@@ -144,6 +147,7 @@ impl ConnectionHandler {
                 request.extensions_mut().insert(ConnectionPermit { connection, stream });
             }
         }
+        request.extensions_mut().insert(self.peer);
         let answer = call_router(self.router.clone(), request).await;
         self.streams.admit(&method, caller, answer)
     }

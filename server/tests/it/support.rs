@@ -25,6 +25,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
+use toolcrib::registry::NewKey;
 use toolcrib_server::bootstrap::ServerRuntime;
 use toolcrib_server::config::Config;
 use toolcrib_server::{bootstrap, serve};
@@ -123,16 +124,19 @@ impl Server {
         self.api().key(key)
     }
 
-    /// Creates a key as the local operator. Returns a caller with this key.
+    /// Creates a key as the local operator, after an admin key if it is the first. Returns a caller with this key.
     pub async fn keyed(&self, project: &str, agent: &str, role: &str, allow: &[&str]) -> Api {
-        let new = toolcrib::registry::NewKey {
-            project: project.to_owned(),
-            agent: agent.to_owned(),
-            role: role.parse().unwrap(),
-            allow: allow.iter().map(|pattern| (*pattern).to_owned()).collect(),
-            rejoin: true,
-        };
+        let roles: toolcrib::RoleSet = role.parse().unwrap();
         let operator = toolcrib::Caller::local("default");
+        if !self.engine.registry().has_keys() && !roles.contains(toolcrib::Role::Admin) {
+            let first = NewKey::new(project, "first-admin", toolcrib::Role::Admin);
+            let secret = toolcrib_transport::auth::generate_secret();
+            self.engine.admin().create_key(&operator, first, secret).await.unwrap();
+        }
+        let new = NewKey {
+            allow: allow.iter().map(|pattern| (*pattern).to_owned()).collect(),
+            ..NewKey::new(project, agent, roles)
+        };
         let secret = toolcrib_transport::auth::generate_secret();
         let created = self.engine.admin().create_key(&operator, new, secret).await.unwrap();
         self.with_key(&created.secret)

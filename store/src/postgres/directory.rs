@@ -2,6 +2,7 @@
 //! projects' own tools and the roster of agents are in the tables that tool services know:
 //! `resource.tools` and `resource.project_agents`.
 
+mod api_keys;
 mod rules;
 use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
@@ -15,15 +16,29 @@ use super::pool::PooledSession;
 use super::{limit_param, strip_nul_chars};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
-    RowReader, decode, encode, encode_definition, read_audit, read_client, read_key, read_offer,
+    RowReader, decode, encode, encode_definition, read_audit, read_client, read_offer,
     read_project, read_tool, read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
-    let sql = "SELECT value FROM counters WHERE name = 'directory_version'";
-    let row = session.query_first(sql, &[]).await?;
-    let none = || StoreError::Corrupt("there is no directory_version".to_owned());
+    read_counter(session, "directory_version").await
+}
+
+async fn read_counter(session: &Session, name: &str) -> Result<u64, SessionError> {
+    let sql = "SELECT value FROM counters WHERE name = $1";
+    let row = session.query_first(sql, &[&name]).await?;
+    let none = || StoreError::Corrupt(format!("there is no {name}"));
     Ok(row.ok_or_else(none)?.unsigned(0)?)
+}
+
+/// Records the time of day, unless a later one is recorded.
+pub(super) async fn record_time(
+    writer: &mut WriterConnection,
+    at_ms: &u64,
+) -> Result<(), SessionError> {
+    let sql = "UPDATE counters SET value = $1 WHERE name = 'latest_time_ms' AND value < $1";
+    writer.session.execute(sql, &[&(*at_ms as i64)]).await?;
+    Ok(())
 }
 
 const TOOLS: &str = "SELECT project, name, definition FROM client_tools UNION ALL \
@@ -31,8 +46,6 @@ const TOOLS: &str = "SELECT project, name, definition FROM client_tools UNION AL
      WHERE toolcrib_definition IS NOT NULL UNION ALL \
      SELECT project, name, definition FROM upstream_tools";
 const CLIENTS: &str = "SELECT project, client_id, owner, registered_ms FROM clients";
-const KEYS: &str =
-    "SELECT id, digest, project, agent, role, created_ms, revoked_ms, rejoin FROM keys ORDER BY id";
 const UPSTREAMS: &str =
     "SELECT project, name, kind, settings, added_ms FROM upstreams ORDER BY project, name";
 const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profile, \
@@ -54,7 +67,9 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
         offers: session
             .query_map("SELECT project, tool, client_id FROM offers", &[], read_offer)
             .await?,
-        keys: session.query_map(KEYS, &[], read_key).await?,
+        keys: api_keys::list_keys(session).await?,
+        session_tokens: api_keys::list_session_tokens(session).await?,
+        latest_time_ms: read_counter(session, "latest_time_ms").await?,
         rules: rules::rules_in_force(session).await?,
         rule_versions: rules::present_versions(session).await?,
         upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
@@ -124,10 +139,16 @@ pub(super) async fn apply_change(
             set_upstream_tools(session, project, upstream, tools).await?;
         }
         DirectoryChange::ChangeRules(change) => rules::apply(session, change).await?,
+        DirectoryChange::AddKey(_)
+        | DirectoryChange::RevokeKey { .. }
+        | DirectoryChange::RotateKey { .. }
+        | DirectoryChange::AddSessionToken(_)
+        | DirectoryChange::RevokeSessionToken { .. }
+        | DirectoryChange::ExpireSessionTokens { .. } => {
+            api_keys::apply_credential_change(session, change).await?;
+        }
         DirectoryChange::AddProject(_)
         | DirectoryChange::DropAgent { .. }
-        | DirectoryChange::AddKey(_)
-        | DirectoryChange::RevokeKey { .. }
         | DirectoryChange::PutUpstream(_)
         | DirectoryChange::DropUpstream { .. } => apply_simple_change(session, change).await?,
     }
@@ -152,25 +173,6 @@ async fn apply_simple_change(
             let sql = "DELETE FROM resource.project_agents \
                        WHERE project_id = $1 AND agent_id = $2";
             session.execute(sql, &[project, agent_id]).await
-        }
-        DirectoryChange::AddKey(key) => {
-            let params: SqlParams<'_> = &[
-                &key.id,
-                &key.digest,
-                &key.project,
-                &key.agent,
-                &key.role.as_str(),
-                &ms(key.created_ms),
-                &key.revoked_ms.map(ms),
-                &i64::from(key.rejoin),
-            ];
-            let sql = "INSERT INTO keys VALUES ($1, $2, $3, $4, $5, $6, $7, $8)";
-            session.execute(sql, params).await
-        }
-        DirectoryChange::RevokeKey { id, at_ms } => {
-            let sql = "UPDATE keys SET revoked_ms = greatest(created_ms, $2) \
-                       WHERE id = $1 AND revoked_ms IS NULL";
-            session.execute(sql, &[id, &ms(*at_ms)]).await
         }
         DirectoryChange::PutUpstream(upstream) => {
             let sql = "INSERT INTO upstreams VALUES ($1, $2, $3, $4, $5) \

@@ -6,11 +6,12 @@ use super::OpenError;
 use crate::postgres::session::Session;
 use crate::row::RowReader;
 
-const MIGRATIONS: [&str; 5] = [
+const MIGRATIONS: [&str; 6] = [
     include_str!("../../migrations/postgres/0001_init.sql"),
     include_str!("../../migrations/postgres/0002_tool_calls.sql"),
     include_str!("../../migrations/postgres/0003_undelivered_requests.sql"),
     include_str!("../../migrations/postgres/0004_access_rules.sql"),
+    include_str!("../../migrations/postgres/0005_credentials.sql"),
     include_str!("../../migrations/postgres/0006_approvals.sql"),
 ];
 

@@ -1,7 +1,9 @@
 //! Reads the parts of the directory from rows.
 
 use toolcrib::domain::access_rules::{AccessRule, RuleSetVersion};
-use toolcrib::domain::directory::{ApiKey, AuditEntry, Client, Project, ToolOffer, Upstream};
+use toolcrib::domain::directory::{
+    ApiKey, AuditEntry, Client, Project, SessionToken, ToolOffer, Upstream,
+};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::ports::store::StoreError;
 
@@ -39,18 +41,40 @@ pub(crate) fn read_rule_version(row: &impl RowReader) -> Result<RuleSetVersion, 
     })
 }
 
-/// Reads `id, digest, project, agent, role, created_ms, revoked_ms, rejoin`.
+/// The columns of a key, in the order in which [`read_key`] reads them.
+pub(crate) const KEY_COLUMNS: &str = "id, digest, project, agent, roles, attributes, created_ms, \
+                                      expires_ms, revoked_ms, rejoin";
+
 pub(crate) fn read_key(row: &impl RowReader) -> Result<ApiKey, StoreError> {
-    let role = row.text(4)?;
+    let roles = row.text(4)?;
     Ok(ApiKey {
         id: row.text(0)?,
         digest: row.text(1)?,
         project: row.text(2)?,
         agent: row.text(3)?,
-        role: role.parse().map_err(|()| StoreError::Corrupt(format!("role {role}")))?,
+        roles: roles.parse().map_err(|()| StoreError::Corrupt(format!("roles {roles}")))?,
+        attributes: decode(&row.text(5)?)?,
+        created_ms: row.unsigned(6)?,
+        expires_ms: row.optional_unsigned(7)?,
+        revoked_ms: row.optional_unsigned(8)?,
+        rejoin: row.unsigned(9)? != 0,
+    })
+}
+
+/// The columns of a session token, in the order in which [`read_session_token`] reads them.
+pub(crate) const SESSION_TOKEN_COLUMNS: &str =
+    "id, digest, key_id, project, attributes, created_ms, expires_ms, revoked_ms";
+
+pub(crate) fn read_session_token(row: &impl RowReader) -> Result<SessionToken, StoreError> {
+    Ok(SessionToken {
+        id: row.text(0)?,
+        digest: row.text(1)?,
+        key_id: row.text(2)?,
+        project: row.text(3)?,
+        attributes: decode(&row.text(4)?)?,
         created_ms: row.unsigned(5)?,
-        revoked_ms: row.optional_unsigned(6)?,
-        rejoin: row.unsigned(7)? != 0,
+        expires_ms: row.unsigned(6)?,
+        revoked_ms: row.optional_unsigned(7)?,
     })
 }
 

@@ -1,9 +1,10 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
+mod api_keys;
 mod rules;
 use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
+    AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
 };
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
@@ -13,16 +14,30 @@ use toolcrib::ports::store::{SaveResult, StoreError};
 use super::reader::{query_map, to_store_error};
 use super::upstreams;
 use crate::row::{
-    RowReader, decode, encode_definition, read_audit, read_client, read_key, read_offer,
-    read_project, read_tool,
+    RowReader, decode, encode_definition, read_audit, read_client, read_offer, read_project,
+    read_tool,
 };
 
 pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
+    read_counter(connection, "directory_version")
+}
+
+fn read_counter(connection: &Connection, name: &str) -> Result<u64, StoreError> {
     connection
-        .prepare_cached("SELECT value FROM counters WHERE name = 'directory_version'")
-        .and_then(|mut select| select.query_row([], |row| row.get::<_, i64>(0)))
-        .map(|version| version as u64)
+        .prepare_cached("SELECT value FROM counters WHERE name = ?1")
+        .and_then(|mut select| select.query_row([name], |row| row.get::<_, i64>(0)))
+        .map(|value| value as u64)
         .map_err(|error| to_store_error(&error))
+}
+
+/// Records the time of day, unless a later one is recorded.
+pub(super) fn record_time(connection: &Connection, at_ms: u64) -> rusqlite::Result<()> {
+    connection
+        .prepare_cached(
+            "UPDATE counters SET value = ?1 WHERE name = 'latest_time_ms' AND value < ?1",
+        )?
+        .execute([at_ms as i64])?;
+    Ok(())
 }
 
 /// Loads the whole directory.
@@ -40,7 +55,9 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
         offers: query_rows(connection, "SELECT project, tool, client_id FROM offers", |row| {
             read_offer(row)
         })?,
-        keys: keys(connection)?,
+        keys: api_keys::list_keys(connection)?,
+        session_tokens: api_keys::list_session_tokens(connection)?,
+        latest_time_ms: read_counter(connection, "latest_time_ms")?,
         rules: rules::rules_in_force(connection)?,
         rule_versions: rules::present_versions(connection)?,
         upstreams: upstreams::list_upstreams(connection)?,
@@ -136,12 +153,6 @@ fn tools(connection: &Connection) -> Result<Vec<ToolDefinition>, StoreError> {
     query_rows(connection, TOOLS_SQL, |row| read_tool(row))
 }
 
-fn keys(connection: &Connection) -> Result<Vec<ApiKey>, StoreError> {
-    let sql = "SELECT id, digest, project, agent, role, created_ms, revoked_ms, rejoin \
-               FROM keys ORDER BY id";
-    query_rows(connection, sql, |row| read_key(row))
-}
-
 /// Applies a change to the projects, their own tools or their roster of agents.
 fn apply_project_change(
     connection: &Connection,
@@ -217,27 +228,13 @@ pub(super) fn apply_change(
         | DirectoryChange::SetUpstreamTools { .. } => {
             upstreams::apply_upstream_change(connection, change)?
         }
-        DirectoryChange::AddKey(key) => {
-            connection.execute(
-                "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
-                params![
-                    key.id,
-                    key.digest,
-                    key.project,
-                    key.agent,
-                    key.role.as_str(),
-                    key.created_ms as i64,
-                    key.revoked_ms.map(|ms| ms as i64),
-                    key.rejoin,
-                ],
-            )?;
-        }
-        DirectoryChange::RevokeKey { id, at_ms } => {
-            connection.execute(
-                "UPDATE keys SET revoked_ms = max(created_ms, ?2) \
-                 WHERE id = ?1 AND revoked_ms IS NULL",
-                params![id, *at_ms as i64],
-            )?;
+        DirectoryChange::AddKey(_)
+        | DirectoryChange::RevokeKey { .. }
+        | DirectoryChange::RotateKey { .. }
+        | DirectoryChange::AddSessionToken(_)
+        | DirectoryChange::RevokeSessionToken { .. }
+        | DirectoryChange::ExpireSessionTokens { .. } => {
+            api_keys::apply_credential_change(connection, change)?
         }
         DirectoryChange::ChangeRules(change) => rules::apply(connection, change)?,
     }

@@ -6,7 +6,7 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::SqliteOpenError;
 
-const MIGRATIONS: [&str; 13] = [
+const MIGRATIONS: [&str; 14] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -19,6 +19,7 @@ const MIGRATIONS: [&str; 13] = [
     include_str!("../../migrations/sqlite/0010_tool_calls.sql"),
     include_str!("../../migrations/sqlite/0011_undelivered_requests.sql"),
     include_str!("../../migrations/sqlite/0012_access_rules.sql"),
+    include_str!("../../migrations/sqlite/0013_credentials.sql"),
     include_str!("../../migrations/sqlite/0014_approvals.sql"),
 ];
 

@@ -131,6 +131,10 @@ macro_rules! conformance {
                     a_tool_exists_while_a_client_offers_it
                     withdrawing_a_tool_affects_one_project_only
                     keys_are_added_and_revoked_once
+                    every_attribute_of_a_key_is_stored
+                    a_rotation_ends_the_old_key_and_adds_the_new_one
+                    session_tokens_are_added_revoked_expired_and_deleted
+                    the_recorded_time_never_goes_back
                     an_api_key_is_not_revoked_before_its_creation
                     rules_are_replaced_and_dropped
                     each_change_of_the_rules_makes_a_version

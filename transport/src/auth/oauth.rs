@@ -2,8 +2,9 @@
 //! Toolcrib's API keys.
 //!
 //! A token is valid only if the issuer signed it, it names this server as its audience (`aud`), and
-//! it has not expired. Its claims determine the project, the agent and the role; the access rules
-//! of the project apply as they do for a key. The issuer's keys are fetched at startup, then every
+//! it has not expired. Its claims determine the project, the agent, the roles, the groups, the user,
+//! the session, the environment and the tools; the access rules of the project apply as they do for
+//! a key. A claim of the wrong form makes the token invalid. The issuer's keys are fetched at startup, then every
 //! few minutes, and when a token names an unknown key.
 
 use std::sync::{Arc, Weak};
@@ -15,8 +16,10 @@ use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode, decode_header};
 use parking_lot::RwLock;
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
-use toolcrib::domain::caller::{AuthMethod, Authenticator};
-use toolcrib::{Caller, Role};
+use toolcrib::domain::access_rules::check_pattern;
+use toolcrib::domain::caller::{AuthMethod, AuthenticatedCaller, Authenticator};
+use toolcrib::domain::directory::credential::check_attribute_name;
+use toolcrib::{Caller, CallerAttributes, RoleSet};
 
 use crate::auth::settings::OauthSettings;
 
@@ -122,30 +125,78 @@ impl JwtAuthenticator {
 }
 
 impl Authenticator for JwtAuthenticator {
-    fn authenticate(&self, token: &str) -> Option<Caller> {
+    fn authenticate(&self, token: &str) -> Option<AuthenticatedCaller> {
         // An API key of Toolcrib contains no dots.
         if token.split('.').count() != 3 {
             return None;
         }
         let claims = self.verify(token)?;
-        let settings = &self.settings;
-        let word = |name: &str| claims.get(name).and_then(Value::as_str).map(str::to_owned);
-        let project = match claims.get(&settings.project_claim) {
-            Some(project) => project.as_str()?.to_owned(),
-            None => settings.default_project.clone()?,
-        };
-        let agent = word(&settings.agent_claim)?;
-        let role: Role = match claims.get(&settings.role_claim) {
-            Some(role) => role.as_str()?.parse().ok()?,
-            None => settings.default_role.parse().ok()?,
-        };
-        let plain = |word: &str| {
-            (1..=64).contains(&word.len())
-                && word.chars().all(|c| c.is_ascii_alphanumeric() || "_-.@:|".contains(c))
-        };
-        (plain(&project) && plain(&agent))
-            .then(|| Caller::new(project, agent, role, AuthMethod::Key))
+        let expires_ms = claims.get("exp").and_then(Value::as_f64).map(|s| (s * 1_000.0) as u64);
+        let caller = read_caller(&self.settings, &claims)?;
+        Some(AuthenticatedCaller { caller, expires_ms })
     }
+}
+
+/// Returns the caller that the claims name, or `None` if one of them has the wrong form: to ignore
+/// it could give the bearer more rights than the issuer meant.
+fn read_caller(settings: &OauthSettings, claims: &Map<String, Value>) -> Option<Caller> {
+    let project = match claims.get(&settings.project_claim) {
+        Some(project) => project.as_str()?.to_owned(),
+        None => settings.default_project.clone()?,
+    };
+    let agent = claims.get(&settings.agent_claim)?.as_str()?.to_owned();
+    let roles: RoleSet = match read_list(claims, &settings.roles_claim)? {
+        Some(roles) => roles.iter().map(|role| role.parse().ok()).collect::<Option<_>>()?,
+        None => match claims.get(&settings.role_claim) {
+            Some(role) => RoleSet::from(role.as_str()?.parse::<toolcrib::Role>().ok()?),
+            None => RoleSet::from(settings.default_role.parse::<toolcrib::Role>().ok()?),
+        },
+    };
+    let plain = |word: &str| {
+        (1..=64).contains(&word.len())
+            && word.chars().all(|c| c.is_ascii_alphanumeric() || "_-.@:|".contains(c))
+    };
+    if !plain(&project) || !plain(&agent) || roles.is_empty() {
+        return None;
+    }
+    let attributes = CallerAttributes {
+        groups: read_list(claims, &settings.groups_claim)?.unwrap_or_default(),
+        user: read_name(claims, &settings.user_claim)?,
+        session: read_name(claims, &settings.session_claim)?,
+        environment: read_name(claims, &settings.environment_claim)?,
+        tools: read_list(claims, &settings.tools_claim)?,
+        credential: None,
+    };
+    let is_name = |group: &String| check_attribute_name("groups", group).is_ok();
+    let is_pattern = |pattern: &String| check_pattern(pattern).is_ok();
+    if !attributes.groups.iter().all(is_name) || !attributes.tools.iter().flatten().all(is_pattern)
+    {
+        return None;
+    }
+    let caller = Caller::new(project, agent, roles, AuthMethod::Key);
+    Some(Caller { attributes: Arc::new(attributes), ..caller })
+}
+
+/// Returns the name in a claim, `Some(None)` if the token has no such claim, or `None` if the claim
+/// is not a name.
+fn read_name(claims: &Map<String, Value>, claim: &Option<String>) -> Option<Option<String>> {
+    let Some(value) = claim.as_ref().and_then(|claim| claims.get(claim)) else { return Some(None) };
+    let name = value.as_str()?;
+    check_attribute_name("claim", name).ok().map(|()| Some(name.to_owned()))
+}
+
+/// Returns the texts in a claim: a list, or one text with spaces between them, as OAuth writes
+/// scopes.
+fn read_list(claims: &Map<String, Value>, claim: &Option<String>) -> Option<Option<Vec<String>>> {
+    let Some(value) = claim.as_ref().and_then(|claim| claims.get(claim)) else { return Some(None) };
+    let texts = match value {
+        Value::String(text) => text.split_whitespace().map(str::to_owned).collect(),
+        Value::Array(list) => {
+            list.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<_>>()?
+        }
+        _ => return None,
+    };
+    Some(Some(texts))
 }
 
 /// Refreshes the keys for as long as the authenticator is in use.

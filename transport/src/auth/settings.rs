@@ -25,10 +25,25 @@ pub struct OauthSettings {
     pub default_project: Option<String>,
     /// The claim that names the agent.
     pub agent_claim: String,
-    /// The claim with the role: `agent`, `provider` or `admin`.
+    /// The claim with one role: `agent`, `provider`, `approver`, `auditor` or `admin`.
     pub role_claim: String,
-    /// The role of tokens without that claim.
+    /// The claim with several roles, as a list or as one text with spaces. Takes precedence over
+    /// `role_claim`. If unset, no claim is read.
+    pub roles_claim: Option<String>,
+    /// The role of tokens without these claims.
     pub default_role: String,
+    /// The claim with the groups of the agent, as a list or as one text with spaces. If unset, the
+    /// agent has no groups.
+    pub groups_claim: Option<String>,
+    /// The claim that names the user that the agent acts for. If unset, there is none.
+    pub user_claim: Option<String>,
+    /// The claim that names the session, such as `sid`. If unset, no session is asserted.
+    pub session_claim: Option<String>,
+    /// The claim that names the environment. If unset, there is none.
+    pub environment_claim: Option<String>,
+    /// The claim with the patterns of the tools that the token is limited to, as a list or as one
+    /// text with spaces. If unset, the token sets no limit.
+    pub tools_claim: Option<String>,
 }
 
 impl Default for OauthSettings {
@@ -42,7 +57,13 @@ impl Default for OauthSettings {
             default_project: None,
             agent_claim: "sub".into(),
             role_claim: "toolcrib_role".into(),
+            roles_claim: None,
             default_role: "agent".into(),
+            groups_claim: None,
+            user_claim: None,
+            session_claim: None,
+            environment_claim: None,
+            tools_claim: None,
         }
     }
 }
@@ -70,7 +91,10 @@ impl OauthSettings {
             }
         }
         self.default_role.parse::<toolcrib::Role>().map(|_| ()).map_err(|()| {
-            InvalidSetting::new("auth.oauth.default_role", "must be agent, provider or admin")
+            InvalidSetting::new(
+                "auth.oauth.default_role",
+                "must be agent, provider, approver, auditor or admin",
+            )
         })
     }
 }

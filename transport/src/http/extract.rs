@@ -2,6 +2,8 @@
 //! parameters. A request that cannot be parsed gets an error that names the offending field or
 //! position.
 
+mod unknown_fields;
+
 use std::borrow::Cow;
 
 use axum::RequestPartsExt;
@@ -20,8 +22,10 @@ use toolcrib::domain::trace::TraceParent;
 use toolcrib::{CallId, Caller};
 
 use super::HttpState;
-use crate::auth;
+use crate::auth::{self, RequestCredentials};
 use crate::http::problem::ApiError;
+
+pub(super) use unknown_fields::{UnknownField, refuse_unknown_fields};
 
 /// Maximum time to receive a body. A caller that sends one byte at a time must not hold a
 /// connection forever.
@@ -34,11 +38,22 @@ impl FromRequestParts<HttpState> for AuthenticatedCaller {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
-        Ok(Self(auth::authenticate_request(
-            &state.engine,
-            &state.settings.origins,
-            &parts.headers,
-        )?))
+        Ok(Self(RequestCredentials::from_request_parts(parts, state).await?.caller().clone()))
+    }
+}
+
+impl FromRequestParts<HttpState> for RequestCredentials {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
+        if let Some(credentials) = parts.extensions.get::<Self>() {
+            return Ok(credentials.clone());
+        }
+        let (engine, origins) = (&state.engine, &state.settings.origins);
+        let credentials =
+            auth::authenticate_request(engine, origins, &parts.headers, &parts.extensions)?;
+        parts.extensions.insert(credentials.clone());
+        Ok(credentials)
     }
 }
 
@@ -53,6 +68,20 @@ impl<T: DeserializeOwned> FromRequest<HttpState> for JsonBody<T> {
         // An empty body counts as an empty object, so that every field can take its default.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
         Ok(Self(parse_json(&bytes)?))
+    }
+}
+
+/// A JSON body whose unknown fields are refused with 422. The error names each unknown field, its
+/// position and the known field that it resembles.
+pub(super) struct StrictJsonBody<T>(pub(super) T);
+
+impl<T: DeserializeOwned> FromRequest<HttpState> for StrictJsonBody<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &HttpState) -> Result<Self, ApiError> {
+        let bytes = read_body(request, state.settings.max_body_bytes).await?;
+        let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
+        Ok(Self(parse_strict_json(&bytes)?))
     }
 }
 
@@ -87,9 +116,34 @@ pub(super) fn replace_lone_surrogates(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Api
     Ok(json::replace_lone_surrogates(bytes).map_err(unreadable_body)?)
 }
 
-/// Parses as [`parse_json`] does, from bytes that were checked before. Accepts only an object:
-/// serde would read an array by position, which is never intended.
+/// Parses as [`parse_json`] does, and refuses fields that `T` does not know.
+pub(super) fn parse_strict_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    json::check(bytes).map_err(unreadable_body)?;
+    require_object(bytes)?;
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let (value, unknown) = unknown_fields::parse(&mut deserializer, "");
+    // Before an error of the value: a misspelt required field is reported by its own name.
+    refuse_unknown_fields(&unknown)?;
+    Ok(value.map_err(|error: serde_json::Error| unreadable_body(error.into()))?)
+}
+
+/// Finds the fields that `T` does not know in a value of a body, which is at `pointer`.
+pub(super) fn find_unknown_fields<T: DeserializeOwned>(
+    value: &serde_json::Value,
+    pointer: &str,
+) -> Vec<UnknownField> {
+    let (_, unknown) = unknown_fields::parse::<T, _>(value, pointer);
+    unknown
+}
+
+/// Parses as [`parse_json`] does, from bytes that were checked before.
 pub(super) fn parse_checked_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    require_object(bytes)?;
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable_body(error.into()))?)
+}
+
+/// Accepts only an object: serde would read an array by position, which is never intended.
+fn require_object(bytes: &[u8]) -> Result<(), ApiError> {
     let begin = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
     if bytes.get(begin) != Some(&b'{') {
         serde_json::from_slice::<IgnoredAny>(bytes)
@@ -98,7 +152,7 @@ pub(super) fn parse_checked_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T,
         let message = JsonError::at_offset(bytes, begin, reason).to_string();
         return Err(Error::refused(Code::BadRequest, message).into());
     }
-    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable_body(error.into()))?)
+    Ok(())
 }
 
 fn unreadable_body(error: JsonError) -> Error {

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{Extensions, HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use toolcrib::domain::fault::{Code, Fault};
@@ -87,7 +87,11 @@ async fn readyz(
 /// Prometheus metrics. The tools of projects are named to the operator and to admin keys.
 #[utoipa::path(get, path = "/metrics", tag = "operators",
     responses((status = 200, body = String)))]
-async fn metrics(State(http_state): State<HttpState>, headers: HeaderMap) -> Response {
+async fn metrics(
+    State(http_state): State<HttpState>,
+    headers: HeaderMap,
+    extensions: Extensions,
+) -> Response {
     let Some(handle) = &http_state.metrics else {
         let fault = Fault::new(Code::NotFound, "this process does not collect metrics");
         return problem_response(&fault, None);
@@ -113,9 +117,11 @@ async fn metrics(State(http_state): State<HttpState>, headers: HeaderMap) -> Res
     }
     handle.run_upkeep();
     let content_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    let caller = auth::authenticate_request(engine, &http_state.settings.origins, &headers).ok();
+    let origins = &http_state.settings.origins;
+    let credentials = auth::authenticate_request(engine, origins, &headers, &extensions).ok();
+    let caller = credentials.as_ref().map(|credentials| credentials.caller());
     let mut text = handle.render();
-    if !engine.registry().shows_tool_names(caller.as_ref()) {
+    if !engine.registry().shows_tool_names(caller) {
         text = merge_private_tools(&text);
     }
     (content_type, text).into_response()

@@ -56,7 +56,7 @@ struct FieldError {
 
 impl FieldError {
     /// Collects the field errors of a fault. Problems that the fault lists are in the arguments,
-    /// unless it names a parameter or a pointer.
+    /// unless it says that they are in the body, or names a parameter or a pointer.
     fn from_fault(fault: &Fault) -> Vec<Self> {
         let detail_field = |name: &str| fault.detail.as_ref().and_then(|detail| detail.get(name));
         let text = |value: &Value| value.as_str().map(str::to_owned);
@@ -67,9 +67,11 @@ impl FieldError {
         if let Some(pointer) = detail_field("pointer").and_then(Value::as_str) {
             return vec![whole(Some(format!("#{pointer}")), None)];
         }
+        let root =
+            if detail_field("in").is_some_and(|part| part == "body") { "#" } else { "#/args" };
         let problems = detail_field("problems").and_then(Value::as_array).into_iter().flatten();
         let argument_problems = problems.map(|problem| Self {
-            pointer: problem["pointer"].as_str().map(|pointer| format!("#/args{pointer}")),
+            pointer: problem["pointer"].as_str().map(|pointer| format!("{root}{pointer}")),
             parameter: None,
             detail: problem["message"].as_str().unwrap_or_default().to_owned(),
         });
@@ -136,7 +138,7 @@ pub(super) fn with_request_details(
 }
 
 /// The error type of every handler.
-pub(super) struct ApiError(Error);
+pub(crate) struct ApiError(Error);
 
 impl ApiError {
     /// Returns the error itself, for a transport that does not respond over HTTP.

@@ -14,6 +14,7 @@ mod cards;
 mod contexts;
 mod deliveries;
 mod events;
+mod keys;
 mod results;
 mod runs;
 mod sources;
@@ -24,6 +25,8 @@ use utoipa_axum::routes;
 
 use super::HttpState;
 
+pub use keys::session_tokens::SessionTokenBody;
+pub use keys::{KeyBody, NewKeyBody};
 pub use sources::{
     OauthCallback, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
@@ -52,8 +55,11 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(contexts::set_tools))
         .routes(routes!(contexts::record_calls))
         .routes(routes!(contexts::record_results))
-        .routes(routes!(admin::list_keys, admin::create_key))
-        .routes(routes!(admin::revoke_key))
+        .routes(routes!(keys::list_keys, keys::create_key))
+        .routes(routes!(keys::revoke_key))
+        .routes(routes!(keys::rotate_key))
+        .routes(routes!(keys::session_tokens::list, keys::session_tokens::create))
+        .routes(routes!(keys::session_tokens::revoke))
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))

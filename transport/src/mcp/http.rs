@@ -27,7 +27,7 @@ use super::resume::{self, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
 use super::sessions::{RestorableSessions, SessionKey};
 use super::tool_list::splice::ToolListSplice;
-use crate::auth::{self, OriginPolicy, RequestCredentials};
+use crate::auth::{self, McpRequest, OriginPolicy};
 use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
 
@@ -137,12 +137,15 @@ impl McpHttpState {
         let origins = &shared.settings.origins;
         check_host(&parts.headers, origins)?;
         check_origin(&parts.headers, &origins.allowed_origins)?;
-        let caller = auth::authenticate_request(&shared.engine, origins, &parts.headers)?;
+        parts.extensions.insert(McpRequest);
+        let credentials =
+            auth::authenticate_request(&shared.engine, origins, &parts.headers, &parts.extensions)?;
+        let caller = credentials.caller().clone();
         let session = session_id(&parts.headers);
         if let Some(session) = &session {
             self.sessions.check_session(session, &caller).await?;
         }
-        let standing = Some(RequestCredentials::new(&caller, &parts.headers));
+        let standing = Some(credentials);
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) =
             (parse_catalogue_mode(query)?, parse_source_name(parts.uri.path())?);

@@ -115,7 +115,8 @@ impl SessionKey {
         };
         let roles = caller.roles.to_string();
         // The length before each field keeps the fields apart.
-        for field in [&caller.project, &caller.agent, roles.as_str(), method] {
+        let owner = caller.owner_name();
+        for field in [&caller.project, &owner, roles.as_str(), method] {
             mac.update(&(field.len() as u64).to_be_bytes());
             mac.update(field.as_bytes());
         }

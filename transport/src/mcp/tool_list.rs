@@ -17,7 +17,7 @@ use definition::{adapt_to_revision, to_mcp_tool};
 use parking_lot::Mutex;
 use rmcp::model::Tool;
 use toolcrib::registry::{CatalogEntry, RESULT_READ};
-use toolcrib::{Caller, Engine};
+use toolcrib::{Caller, CallerAttributes, Engine};
 
 use super::request::ProtocolRevision;
 
@@ -145,7 +145,7 @@ impl CallerToolList {
 
 /// The properties of a caller that decide which tools are listed: project, agent, role, and whether
 /// the caller is local.
-type ToolListKey = (String, String, toolcrib::RoleSet, bool);
+type ToolListKey = (String, String, toolcrib::RoleSet, bool, CallerAttributes);
 
 /// The lists of recent callers. A list is rebuilt when the directory has changed; entries of
 /// unchanged tools are reused.
@@ -168,7 +168,10 @@ impl ToolListCache {
     /// Returns the caller's list for the present state of the directory.
     pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
         let local = caller.spans_projects();
-        let key = (caller.project.clone(), caller.agent.clone(), caller.roles, local);
+        // Two session tokens with the same attributes have the same list.
+        let attributes = CallerAttributes { credential: None, ..(*caller.attributes).clone() };
+        let (project, agent) = (caller.project.clone(), caller.agent.clone());
+        let key = (project, agent, caller.roles, local, attributes);
         // Read before the tools: if the directory changes in between, the next request rebuilds the
         // list.
         let version = engine.registry().directory_version();

@@ -402,6 +402,12 @@ impl Store for MemoryStore {
         Ok(SaveResult::Saved)
     }
 
+    async fn record_time(&self, at_ms: u64) -> Result<(), StoreError> {
+        let latest_ms = &mut self.state.lock().directory.latest_time_ms;
+        *latest_ms = at_ms.max(*latest_ms);
+        Ok(())
+    }
+
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
         self.state.lock().audit.push(entry);
         Ok(())

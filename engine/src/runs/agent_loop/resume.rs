@@ -33,7 +33,7 @@ impl PriorResults {
         for (index, call) in calls.enumerate() {
             let Some(key) = idempotency_key(options, progress, index) else { break };
             // The lookup only checks whether the key was used, so the fingerprint does not matter.
-            let (agent, fingerprint) = (caller.agent.clone(), String::new());
+            let (agent, fingerprint) = (caller.owner_name(), String::new());
             let key = IdempotencyKey { agent, key, fingerprint };
             let used = engine
                 .core

@@ -2,7 +2,7 @@
 //! a model request, and another caller of the same name.
 
 use super::*;
-use toolcrib::registry::NewKey;
+use toolcrib::registry::{Credentials, NewKey};
 
 fn counting_tool(name: &'static str, executions: &Arc<AtomicUsize>) -> FnTool {
     let executions = executions.clone();
@@ -174,15 +174,9 @@ async fn a_run_fails_when_its_api_key_is_revoked() {
     let requested = tokio::sync::Notify::new();
     let model = Arc::new(GatedModel { script, gates: Mutex::new(vec![gate]), requested });
     let engine = fixture.engine(model.clone()).await;
-    let new_key = || NewKey {
-        project: "default".into(),
-        agent: "ada".into(),
-        role: Role::Admin,
-        allow: Vec::new(),
-        rejoin: true,
-    };
+    let new_key = || NewKey::new("default", "ada", Role::Admin);
     let key = engine.admin().create_key(&caller(), new_key(), "x".repeat(40)).await.unwrap();
-    let ada = engine.registry().authenticate(&"x".repeat(40)).unwrap();
+    let ada = engine.registry().authenticate(&Credentials::new(&"x".repeat(40))).unwrap().caller;
     let id = engine.runs().start_run(&ada, new_run("How much?")).await.unwrap().run.id;
     model.requested.notified().await;
     engine.admin().revoke_key(&caller(), &key.key.id).await.unwrap();

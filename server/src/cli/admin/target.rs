@@ -4,26 +4,20 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::directory::{ApiKey, AuditEntry};
-use toolcrib::registry::NewKey;
-use toolcrib::{Caller, Engine, Role};
+use toolcrib::domain::directory::AuditEntry;
+use toolcrib::registry::CreatedKey;
+use toolcrib::{Caller, Engine};
+use toolcrib_transport::auth::generate_secret;
+use toolcrib_transport::http::{KeyBody, NewKeyBody};
 
 use crate::cli::client::{ApiClient, ApiRequest};
 use crate::cli::failure::{CommandFailure, exit};
 use crate::cli::{CommandContext, StorageArgs};
 use crate::config::Config;
 
-/// A key to create.
-pub struct KeyRequest {
-    pub agent: String,
-    pub role: Role,
-    pub allow: Vec<String>,
-    pub rejoin: bool,
-}
-
 pub enum AdminTarget {
     Local { engine: Engine, caller: Caller, config: Box<Config> },
-    Remote { client: ApiClient, project: Option<String> },
+    Remote { client: ApiClient },
 }
 
 impl AdminTarget {
@@ -53,8 +47,7 @@ impl AdminTarget {
             return Err(CommandFailure::usage("--server and --data-dir exclude each other"));
         }
         if has_server && !storage.is_set() {
-            let project = context.global.project.clone();
-            return Ok(Self::Remote { client: context.client()?, project });
+            return Ok(Self::Remote { client: context.client()? });
         }
         let config = context.config(None, storage)?;
         let location = config.store_location()?;
@@ -69,43 +62,48 @@ impl AdminTarget {
         Ok(Self::Local { engine, caller, config: Box::new(config) })
     }
 
-    pub async fn create_key(&self, request: KeyRequest) -> Result<Value, CommandFailure> {
-        let KeyRequest { agent, role, mut allow, rejoin } = request;
+    /// Creates a key from the body of `POST /v1/keys`.
+    pub async fn create_key(&self, body: Value) -> Result<Value, CommandFailure> {
         match self {
-            Self::Remote { client, project } => {
-                let body = json!({
-                    "agent": agent, "project": project, "role": role.as_str(), "allow": allow,
-                    "rejoin": rejoin,
-                });
+            Self::Remote { client } => {
                 client.request_json(ApiRequest::post(&["v1", "keys"], body)).await
             }
             Self::Local { engine, caller, config } => {
-                if role == Role::Agent {
-                    allow.extend(config.auth.default_allow.iter().cloned());
-                }
                 let first = !engine.registry().has_keys();
-                let project = caller.project.clone();
-                let new = NewKey { project, agent, role, allow: allow.clone(), rejoin };
-                let issued = engine
-                    .admin()
-                    .create_key(caller, new, toolcrib_transport::auth::generate_secret())
-                    .await?;
-                let mut created = key_body(&issued.key);
-                created["key"] = issued.secret.into();
-                created["allow"] = allow.into();
-                created["first"] = first.into();
-                Ok(created)
+                let body: NewKeyBody = serde_json::from_value(body)
+                    .map_err(|error| CommandFailure::usage(error.to_string()))?;
+                let new = body.into_new_key(&caller.project, &config.auth.default_allow)?;
+                let allow = new.allow.clone();
+                let created = engine.admin().create_key(caller, new, generate_secret()).await?;
+                let mut body = created_key_body(&created)?;
+                body["allow"] = allow.into();
+                body["first"] = first.into();
+                Ok(body)
+            }
+        }
+    }
+
+    pub async fn rotate_key(&self, id: &str, overlap_s: u64) -> Result<Value, CommandFailure> {
+        match self {
+            Self::Remote { client } => {
+                let body = json!({ "overlap_s": overlap_s });
+                client.request_json(ApiRequest::post(&["v1", "keys", id, "rotate"], body)).await
+            }
+            Self::Local { engine, caller, .. } => {
+                let (overlap_ms, secret) = (overlap_s.saturating_mul(1_000), generate_secret());
+                let rotated = engine.admin().rotate_key(caller, id, overlap_ms, secret).await?;
+                created_key_body(&rotated)
             }
         }
     }
 
     pub async fn keys(&self) -> Result<Value, CommandFailure> {
         match self {
-            Self::Remote { client, .. } => {
-                client.request_json(ApiRequest::get(&["v1", "keys"])).await
-            }
+            Self::Remote { client } => client.request_json(ApiRequest::get(&["v1", "keys"])).await,
             Self::Local { engine, caller, .. } => {
-                let keys: Vec<Value> = engine.admin().keys(caller)?.iter().map(key_body).collect();
+                let now_ms = engine.registry().credential_time_ms();
+                let keys = engine.admin().keys(caller)?;
+                let keys: Vec<KeyBody> = keys.iter().map(|key| KeyBody::new(key, now_ms)).collect();
                 Ok(json!({ "keys": keys }))
             }
         }
@@ -113,7 +111,7 @@ impl AdminTarget {
 
     pub async fn revoke_key(&self, id: &str) -> Result<(), CommandFailure> {
         match self {
-            Self::Remote { client, .. } => client
+            Self::Remote { client } => client
                 .request_json(ApiRequest::new(Method::DELETE, &["v1", "keys", id]))
                 .await
                 .map(|_| ()),
@@ -129,7 +127,7 @@ impl AdminTarget {
     ) -> Result<Value, CommandFailure> {
         let body = json!({"agent": agent, "pattern": pattern, "verdict": verdict.as_str()});
         match self {
-            Self::Remote { client, .. } => {
+            Self::Remote { client } => {
                 client.request_json(ApiRequest::new(Method::PUT, &["v1", "rules"]).body(body)).await
             }
             Self::Local { engine, caller, .. } => {
@@ -142,7 +140,7 @@ impl AdminTarget {
 
     pub async fn remove_rule(&self, agent: &str, pattern: &str) -> Result<(), CommandFailure> {
         match self {
-            Self::Remote { client, .. } => {
+            Self::Remote { client } => {
                 let ask = ApiRequest::new(Method::DELETE, &["v1", "rules"])
                     .query("agent", Some(agent))
                     .query("pattern", Some(pattern));
@@ -156,9 +154,7 @@ impl AdminTarget {
 
     pub async fn rules(&self) -> Result<Value, CommandFailure> {
         match self {
-            Self::Remote { client, .. } => {
-                client.request_json(ApiRequest::get(&["v1", "rules"])).await
-            }
+            Self::Remote { client } => client.request_json(ApiRequest::get(&["v1", "rules"])).await,
             Self::Local { engine, caller, .. } => {
                 let rules: Vec<Value> =
                     engine.admin().rules(caller)?.iter().map(rule_body).collect();
@@ -169,7 +165,7 @@ impl AdminTarget {
 
     pub async fn audit(&self, limit: u32) -> Result<Value, CommandFailure> {
         match self {
-            Self::Remote { client, .. } => {
+            Self::Remote { client } => {
                 client
                     .request_json(ApiRequest::get(&["v1", "audit"]).query("limit", Some(limit)))
                     .await
@@ -183,17 +179,11 @@ impl AdminTarget {
     }
 }
 
-fn key_body(key: &ApiKey) -> Value {
-    json!({
-        "id": key.id,
-        "project": key.project,
-        "agent": key.agent,
-        "role": key.role.as_str(),
-        "created_at": key.created_ms / 1_000,
-        "created_at_ms": key.created_ms,
-        "revoked_at_ms": key.revoked_ms,
-        "rejoin": key.rejoin,
-    })
+fn created_key_body(created: &CreatedKey) -> Result<Value, CommandFailure> {
+    let body = KeyBody::new(&created.key, created.key.created_ms);
+    let mut body = serde_json::to_value(body).map_err(anyhow::Error::from)?;
+    body["key"] = created.secret.clone().into();
+    Ok(body)
 }
 
 fn rule_body(rule: &AccessRule) -> Value {

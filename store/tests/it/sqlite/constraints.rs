@@ -4,7 +4,7 @@ use rusqlite::ErrorCode;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::call::Status;
 use toolcrib::domain::caller::Role;
-use toolcrib::domain::directory::{ApiKey, DirectoryChange};
+use toolcrib::domain::directory::{ApiKey, DirectoryChange, KeyAttributes};
 use toolcrib::ports::store::{SaveResult, Store};
 
 use super::{open_fresh, open_raw, query_number};
@@ -23,8 +23,10 @@ async fn assert_rejected(sql: &str, constraint: &str) {
         digest: "d".into(),
         project: "p".into(),
         agent: "ada".into(),
-        role: Role::Agent,
+        roles: Role::Agent.into(),
+        attributes: KeyAttributes::default(),
         created_ms: NOW,
+        expires_ms: None,
         revoked_ms: None,
         rejoin: true,
     };

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::caller::Role;
-use toolcrib::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
+use toolcrib::domain::directory::{ApiKey, AuditEntry, DirectoryChange, KeyAttributes};
 use toolcrib::domain::event::{EventKind, EventRecord};
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::{CreateCallResult, SaveResult, Store};
@@ -28,8 +28,10 @@ fn add_key_change(id: &str) -> (DirectoryChange, AuditEntry) {
         digest: format!("digest of {id}"),
         project: "p".into(),
         agent: "ada".into(),
-        role: Role::Admin,
+        roles: Role::Admin.into(),
+        attributes: KeyAttributes::default(),
         created_ms: NOW,
+        expires_ms: None,
         revoked_ms: None,
         rejoin: true,
     };

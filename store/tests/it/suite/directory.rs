@@ -7,8 +7,10 @@ use toolcrib::domain::access_rules::{
     AccessRule, RULE_VERSIONS_KEPT, RuleAction, RuleSetChange, RuleVerdict,
 };
 use toolcrib::domain::caller::Role;
+use toolcrib::domain::directory::credential::{AssertableAttribute, SessionTokenAttributes};
 use toolcrib::domain::directory::{
-    ApiKey, AuditEntry, Client, Directory, DirectoryChange, ToolOffer, UnlistedTools, Upstream,
+    ApiKey, AuditEntry, Client, Directory, DirectoryChange, KeyAttributes, SessionToken, ToolOffer,
+    UnlistedTools, Upstream,
 };
 use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::domain::tool::args;
@@ -62,8 +64,10 @@ pub fn key(id: &str, role: Role) -> ApiKey {
         digest: format!("digest of {id}"),
         project: "p".into(),
         agent: "ada".into(),
-        role,
+        roles: role.into(),
+        attributes: KeyAttributes::default(),
         created_ms: NOW,
+        expires_ms: None,
         revoked_ms: None,
         rejoin: role != Role::Provider,
     }
@@ -291,6 +295,96 @@ pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
     let [one, two, three] = keys;
     let revoked = ApiKey { revoked_ms: Some(NOW + 5), ..two };
     assert_eq!(load(store).await.keys, [one, revoked, three]);
+}
+
+pub async fn every_attribute_of_a_key_is_stored(store: &dyn Store) {
+    let full = ApiKey {
+        roles: [Role::Agent, Role::Approver].into_iter().collect(),
+        attributes: KeyAttributes {
+            groups: vec!["eng".into(), "ops".into()],
+            user: Some("u@example.com".into()),
+            environment: Some("production".into()),
+            tools: Some(vec!["weather.*".into()]),
+            networks: vec!["10.0.0.0/8".into()],
+            may_assert: AssertableAttribute::ALL.into(),
+            rotated_from: Some("key_0".into()),
+        },
+        expires_ms: Some(NOW + 60_000),
+        ..key("key_1", Role::Agent)
+    };
+    change(store, DirectoryChange::AddKey(full.clone())).await;
+    assert_eq!(load(store).await.keys, [full]);
+}
+
+pub async fn a_rotation_ends_the_old_key_and_adds_the_new_one(store: &dyn Store) {
+    let old = key("key_1", Role::Admin);
+    let ending = ApiKey { expires_ms: Some(NOW + 10), ..key("key_2", Role::Agent) };
+    for key in [&old, &ending] {
+        change(store, DirectoryChange::AddKey(key.clone())).await;
+    }
+    for (id, successor) in [("key_1", "key_3"), ("key_2", "key_4")] {
+        let successor = Box::new(key(successor, Role::Admin));
+        let rotation = DirectoryChange::RotateKey { id: id.into(), ends_ms: NOW + 500, successor };
+        change(store, rotation).await;
+    }
+    let keys = load(store).await.keys;
+    assert_eq!(keys[0], ApiKey { expires_ms: Some(NOW + 500), ..old });
+    assert_eq!(keys[1], ending, "a rotation never extends a key");
+    assert_eq!(keys[2..], [key("key_3", Role::Admin), key("key_4", Role::Admin)]);
+}
+
+fn session_token(id: &str, expires_ms: u64) -> SessionToken {
+    SessionToken {
+        id: id.into(),
+        digest: format!("digest of {id}"),
+        key_id: "key_1".into(),
+        project: "p".into(),
+        attributes: SessionTokenAttributes {
+            user: Some("u".into()),
+            session: Some("s".into()),
+            environment: Some("test".into()),
+            tools: Some(vec!["a.*".into()]),
+        },
+        created_ms: NOW,
+        expires_ms,
+        revoked_ms: None,
+    }
+}
+
+pub async fn session_tokens_are_added_revoked_expired_and_deleted(store: &dyn Store) {
+    let tokens = ["st_1", "st_2", "st_3"].map(|id| session_token(id, NOW + 100));
+    let long = session_token("st_4", NOW + 9_000);
+    for token in tokens.iter().chain([&long]) {
+        change(store, DirectoryChange::AddSessionToken(Box::new(token.clone()))).await;
+    }
+    assert_eq!(load(store).await.session_tokens.len(), 4);
+    assert_eq!(load(store).await.session_tokens[0], tokens[0]);
+    for at_ms in [NOW + 5, NOW + 900] {
+        change(store, DirectoryChange::RevokeSessionToken { id: "st_2".into(), at_ms }).await;
+    }
+    let expire =
+        |at_ms, delete_before_ms| DirectoryChange::ExpireSessionTokens { at_ms, delete_before_ms };
+    change(store, expire(NOW + 100, NOW)).await;
+    let revoked = |directory: Directory| {
+        let tokens = directory.session_tokens.into_iter();
+        tokens.map(|token| (token.id, token.revoked_ms.map(|ms| ms - NOW))).collect::<Vec<_>>()
+    };
+    let row = |id: &str, revoked_ms| (id.to_owned(), revoked_ms);
+    let expected =
+        [row("st_1", Some(100)), row("st_2", Some(5)), row("st_3", Some(100)), row("st_4", None)];
+    assert_eq!(revoked(load(store).await), expected);
+    change(store, expire(NOW + 200, NOW + 100)).await;
+    let expected = [row("st_1", Some(100)), row("st_3", Some(100)), row("st_4", None)];
+    assert_eq!(revoked(load(store).await), expected, "st_2 ended long ago");
+}
+
+pub async fn the_recorded_time_never_goes_back(store: &dyn Store) {
+    assert_eq!(load(store).await.latest_time_ms, 0);
+    for (at_ms, latest_ms) in [(NOW, NOW), (NOW - 5, NOW), (NOW + 7, NOW + 7)] {
+        store.record_time(at_ms).await.unwrap();
+        assert_eq!(load(store).await.latest_time_ms, latest_ms);
+    }
+    assert_eq!(store.directory_version().await.unwrap(), 0);
 }
 
 /// The clock was set back in the meantime: the key is revoked all the same.

@@ -1,6 +1,7 @@
 //! Runs of the agent loop, and their journals.
 
 use serde_json::json;
+use toolcrib::domain::caller::CallerAttributes;
 use toolcrib::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::{FinalAnswer, PendingCall, RepeatCounter, RunProgress};
@@ -16,7 +17,13 @@ pub fn run(project: &str, id: &str) -> Run {
     Run {
         id: id.into(),
         project: project.into(),
-        owner: RunOwner { agent: "ada".into(), role: "agent".into(), local: false, keyed: true },
+        owner: RunOwner {
+            agent: "ada".into(),
+            role: "agent".into(),
+            local: false,
+            keyed: true,
+            attributes: CallerAttributes { user: Some("u".into()), ..Default::default() },
+        },
         model: "m".into(),
         status: RunStatus::Running,
         options: RunOptions { tools: Some(vec!["calc.*".into()]), ..RunOptions::new("m", id) },

@@ -13,7 +13,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::super::wire::timeout_ms;
-use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, NamePath, QueryParams, StrictJsonBody};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// The tools of a client.
@@ -58,8 +58,8 @@ pub(super) struct ToolOfferBody {
     #[serde(default)]
     #[schema(value_type = String, example = "read")]
     effect: Effect,
-    /// `low`, `medium` (default), `high` or `critical`.
-    #[serde(default)]
+    /// `low`, `medium` (default), `high` or `critical`. Also accepted as `risk_level`.
+    #[serde(default, alias = "risk_level")]
     #[schema(value_type = String, example = "low")]
     risk: Risk,
     /// Limits of this tool: max_parallel, default_timeout_ms, attempt_timeout_ms, input_timeout_ms,
@@ -141,7 +141,7 @@ pub(super) struct RegisteredBody {
 pub(super) async fn register(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
-    JsonBody(body): JsonBody<RegisterBody>,
+    StrictJsonBody(body): StrictJsonBody<RegisterBody>,
 ) -> Result<Json<RegisteredBody>, ApiError> {
     let registration = body.into_registration(&state.engine, &caller);
     let registered_count = state.engine.registry().register(&caller, registration).await?;

@@ -57,7 +57,10 @@ impl ConversationRequest {
         api: &'static str,
     ) -> Result<Self, OpenAiError> {
         let headers = request.headers();
-        let caller = auth::authenticate_request(&state.engine, &state.settings.origins, headers)?;
+        let (engine, origins) = (&state.engine, &state.settings.origins);
+        let credentials =
+            auth::authenticate_request(engine, origins, headers, request.extensions())?;
+        let caller = credentials.caller().clone();
         let traceparent = extract::traceparent(headers).map(|trace| trace.to_string());
         let bytes = extract::read_body(request, state.settings.max_body_bytes).await?;
         let fields = RequestFields(extract::parse_json(&bytes)?);

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::{Path, State};
-use axum::http::HeaderMap;
+use axum::http::{Extensions, HeaderMap};
 use serde::Serialize;
 use utoipa::ToSchema;
 
@@ -40,8 +40,9 @@ fn model_body(id: String) -> ModelBody {
 pub(super) async fn list(
     State(state): State<HttpState>,
     headers: HeaderMap,
+    extensions: Extensions,
 ) -> Result<Json<ModelsBody>, OpenAiError> {
-    auth::authenticate_request(&state.engine, &state.settings.origins, &headers)?;
+    auth::authenticate_request(&state.engine, &state.settings.origins, &headers, &extensions)?;
     let data = state.engine.runs().models().names().into_iter().map(model_body).collect();
     Ok(Json(ModelsBody { object: "list", data }))
 }
@@ -54,8 +55,9 @@ pub(super) async fn show(
     State(state): State<HttpState>,
     Path(model): Path<String>,
     headers: HeaderMap,
+    extensions: Extensions,
 ) -> Result<Json<ModelBody>, OpenAiError> {
-    auth::authenticate_request(&state.engine, &state.settings.origins, &headers)?;
+    auth::authenticate_request(&state.engine, &state.settings.origins, &headers, &extensions)?;
     let names = state.engine.runs().models().names();
     match names.contains(&model) {
         true => Ok(Json(model_body(model))),

@@ -1,4 +1,4 @@
-//! Keys, rules, clients and the audit log. Requires an admin key, or the operator on the local
+//! Rules, clients and the audit log. Requires an admin key, or the operator on the local
 //! machine.
 
 use axum::Json;
@@ -6,128 +6,15 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use toolcrib::Caller;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::directory::{ApiKey, AuditEntry};
+use toolcrib::domain::directory::AuditEntry;
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::registry::NewKey;
-use toolcrib::{Caller, Role};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
-use crate::auth::generate_secret;
-use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, JsonBody, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
-
-/// A key, without its secret.
-#[derive(Serialize, ToSchema)]
-pub(super) struct KeyBody {
-    id: String,
-    project: String,
-    agent: String,
-    role: String,
-    /// Unix seconds.
-    created_at: u64,
-    created_at_ms: u64,
-    revoked_at_ms: Option<u64>,
-    /// False if requests of the key's agent never join an earlier call.
-    rejoin: bool,
-}
-
-impl From<&ApiKey> for KeyBody {
-    fn from(key: &ApiKey) -> Self {
-        Self {
-            id: key.id.clone(),
-            project: key.project.clone(),
-            agent: key.agent.clone(),
-            role: key.role.as_str().to_owned(),
-            created_at: key.created_ms / 1_000,
-            created_at_ms: key.created_ms,
-            revoked_at_ms: key.revoked_ms,
-            rejoin: key.rejoin,
-        }
-    }
-}
-
-/// The keys of a project.
-#[derive(Serialize, ToSchema)]
-pub(super) struct KeyList {
-    keys: Vec<KeyBody>,
-}
-
-/// Lists the project's keys, without secrets.
-#[utoipa::path(get, path = "/v1/keys", tag = "operators",
-    responses((status = 200, body = KeyList), (status = 403, body = ProblemDetails)))]
-pub(super) async fn list_keys(
-    State(state): State<HttpState>,
-    AuthenticatedCaller(caller): AuthenticatedCaller,
-) -> Result<Json<KeyList>, ApiError> {
-    let keys = state.engine.admin().keys(&caller)?;
-    Ok(Json(KeyList { keys: keys.iter().map(KeyBody::from).collect() }))
-}
-
-/// A key to create.
-#[derive(Deserialize, ToSchema)]
-pub(super) struct NewKeyBody {
-    agent: String,
-    /// The project (default: the caller's).
-    project: Option<String>,
-    /// `agent`, `provider` or `admin` (default: `agent`).
-    role: Option<String>,
-    /// Patterns of the tools that the agent may call from the start.
-    allow: Option<Vec<String>>,
-    /// False if requests of the agent never join an earlier call (default: true).
-    rejoin: Option<bool>,
-}
-
-/// A new key, with its secret.
-#[derive(Serialize, ToSchema)]
-#[schema(as = ShownKeyBody)]
-pub(super) struct CreatedKeyBody {
-    #[serde(flatten)]
-    info: KeyBody,
-    /// The secret. It is returned only here and never stored.
-    key: String,
-}
-
-/// Creates a key. The response is the only place where its secret appears.
-#[utoipa::path(post, path = "/v1/keys", tag = "operators", request_body = NewKeyBody,
-    responses((status = 201, body = CreatedKeyBody), (status = 403, body = ProblemDetails),
-        (status = 422, body = ProblemDetails)))]
-pub(super) async fn create_key(
-    State(state): State<HttpState>,
-    AuthenticatedCaller(caller): AuthenticatedCaller,
-    JsonBody(body): JsonBody<NewKeyBody>,
-) -> Result<(StatusCode, Json<CreatedKeyBody>), ApiError> {
-    let role = match body.role.as_deref() {
-        None => Role::Agent,
-        Some(text) => text.parse().map_err(|()| {
-            Error::refused(Code::ValidationError, "role must be agent, provider or admin")
-        })?,
-    };
-    let mut allow = body.allow.unwrap_or_default();
-    if role == Role::Agent {
-        allow.extend(state.settings.default_allow.iter().cloned());
-    }
-    let project = body.project.unwrap_or_else(|| caller.project.clone());
-    let rejoin = body.rejoin.unwrap_or(true);
-    let new = NewKey { project, agent: body.agent, role, allow, rejoin };
-    let created = state.engine.admin().create_key(&caller, new, generate_secret()).await?;
-    let body = CreatedKeyBody { info: KeyBody::from(&created.key), key: created.secret };
-    Ok((StatusCode::CREATED, Json(body)))
-}
-
-/// Revokes a key, effective at once.
-#[utoipa::path(delete, path = "/v1/keys/{id}", tag = "operators",
-    params(("id" = String, Path, description = "The key's id, key_…")),
-    responses((status = 204), (status = 404, body = ProblemDetails)))]
-pub(super) async fn revoke_key(
-    State(state): State<HttpState>,
-    AuthenticatedCaller(caller): AuthenticatedCaller,
-    NamePath(id): NamePath,
-) -> Result<StatusCode, ApiError> {
-    state.engine.admin().revoke_key(&caller, &id).await?;
-    Ok(StatusCode::NO_CONTENT)
-}
 
 /// A rule that allows or denies tools to an agent.
 #[derive(Serialize, Deserialize, ToSchema)]

@@ -15,7 +15,7 @@ use super::super::HttpState;
 use super::super::wire::FaultBody;
 use super::calls::{DEFAULT_PAGE_SIZE, parse_time, unknown_cursor};
 use crate::http::extract::{
-    AuthenticatedCaller, JsonBody, NamePath, QueryParams, invalid_parameter,
+    AuthenticatedCaller, NamePath, QueryParams, StrictJsonBody, invalid_parameter,
 };
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails, problem_response};
@@ -95,7 +95,6 @@ pub(super) async fn show(
 
 /// Decisions, all made in one commit.
 #[derive(Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
 #[schema(as = Decisions)]
 pub(super) struct DecisionListBody {
     /// 1 to 1,000 decisions, each about another approval.
@@ -104,7 +103,6 @@ pub(super) struct DecisionListBody {
 
 /// A decision about one approval.
 #[derive(Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
 #[schema(as = DecisionRequest)]
 struct DecisionRequestBody {
     approval_id: String,
@@ -184,7 +182,7 @@ struct DecisionResultBody<'a> {
 pub(super) async fn decide(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
-    JsonBody(body): JsonBody<DecisionListBody>,
+    StrictJsonBody(body): StrictJsonBody<DecisionListBody>,
 ) -> Result<Response, ApiError> {
     let ids: Vec<String> = body.decisions.iter().map(|one| one.approval_id.clone()).collect();
     let requests = body.decisions.into_iter().enumerate();

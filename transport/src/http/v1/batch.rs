@@ -8,13 +8,17 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::calls::batch::{self, BatchEntryResult, BatchMode};
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::model_formats::{ENVELOPE_FIELDS, unknown_envelope_fields};
 use toolcrib::{Batch, BatchAnswer};
 use utoipa::ToSchema;
 
 use super::super::HttpState;
 use super::super::wire::{FaultBody, MetricsBody};
 use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
-use crate::http::extract::{AuthenticatedCaller, CallHeaders, JsonBody, TRACEPARENT};
+use crate::http::extract::{
+    AuthenticatedCaller, CallHeaders, StrictJsonBody, TRACEPARENT, UnknownField,
+    refuse_unknown_fields,
+};
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::WaitParam;
 
@@ -169,7 +173,7 @@ pub(super) async fn run_batch(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     wait: WaitParam,
     carried: CallHeaders,
-    JsonBody(body): JsonBody<BatchBody>,
+    StrictJsonBody(body): StrictJsonBody<BatchBody>,
 ) -> Result<Response, ApiError> {
     let mut asked = parse_batch(body)?;
     asked.wait_ms = wait.resolve_ms(asked.wait_ms);
@@ -245,6 +249,7 @@ fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
     let value = value.ok_or_else(|| invalid_field("tool_calls", "tool_calls is missing"))?;
     let entries =
         value.items().ok_or_else(|| wrong_type("tool_calls", "an array of calls", value))?;
+    refuse_unknown_fields(&unknown_entry_fields(&entries))?;
     Ok(Batch {
         mode: parse_mode(body.mode.as_ref(), body.order.as_ref())?,
         max_parallel: number_field("max_parallel", 1, body.max_parallel.as_ref())?
@@ -258,6 +263,17 @@ fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
         rejoin: parse_field("rejoin", body.rejoin.as_ref(), "true or false")?.unwrap_or(true),
         ..Batch::new(run_id, entries)
     })
+}
+
+/// Finds the unknown fields of the entries in Toolcrib's format.
+fn unknown_entry_fields(entries: &[toolcrib::Json]) -> Vec<UnknownField> {
+    let mut unknown = Vec::new();
+    for (n, entry) in entries.iter().enumerate() {
+        let field =
+            |name: String| UnknownField::new(&format!("/tool_calls/{n}"), &name, ENVELOPE_FIELDS);
+        unknown.extend(unknown_envelope_fields(entry).into_iter().map(field));
+    }
+    unknown
 }
 
 fn parse_mode(

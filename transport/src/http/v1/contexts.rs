@@ -15,7 +15,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::HttpState;
 use super::super::wire::{CallBody, FaultBody, ToolBody};
 use crate::http::extract::{
-    AuthenticatedCaller, JsonBody, NamePath, QueryParams, ResultJsonBody, invalid_parameter,
+    AuthenticatedCaller, NamePath, QueryParams, ResultJsonBody, StrictJsonBody, invalid_parameter,
     traceparent,
 };
 use crate::http::problem::{ApiError, ProblemDetails};
@@ -276,7 +276,7 @@ pub(super) async fn set_tools(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
-    JsonBody(body): JsonBody<DefinitionsBody>,
+    StrictJsonBody(body): StrictJsonBody<DefinitionsBody>,
 ) -> Result<Json<RunToolsBody>, ApiError> {
     let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let tools = body.into_run_tools(&caller.project, default_ms)?;

@@ -53,10 +53,11 @@ pub(super) async fn call_events(
     CallPath(id): CallPath,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
+    credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    Ok(stream_events(state.engine, caller, &headers, EventQuery::Call(id), after))
+    Ok(stream_events(state.engine, credentials, EventQuery::Call(id), after))
 }
 
 /// Streams the events of all calls of the project, by default from now on.
@@ -68,15 +69,16 @@ pub(super) async fn project_events(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
+    credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     if let Some(after) = resume_position(&headers, &from)? {
-        return Ok(stream_events(state.engine, caller, &headers, EventQuery::Project, after));
+        return Ok(stream_events(state.engine, credentials, EventQuery::Project, after));
     }
     let after = state.engine.calls().newest_event(&caller).await?;
     // The first message carries the start position, so that a client that disconnects before the
     // first event misses none.
     let begins = Message::default().id(after.to_string());
-    let rest = event_messages(state.engine, caller, &headers, EventQuery::Project, after);
+    let rest = event_messages(state.engine, credentials, EventQuery::Project, after);
     Ok(into_sse(stream::once(async { Ok(begins) }).chain(rest)))
 }
 
@@ -101,30 +103,20 @@ struct EventSubscription {
 
 fn stream_events(
     engine: Engine,
-    caller: Caller,
-    headers: &HeaderMap,
+    credentials: RequestCredentials,
     query: EventQuery,
     after: u64,
 ) -> SseResponse {
-    into_sse(event_messages(engine, caller, headers, query, after))
+    into_sse(event_messages(engine, credentials, query, after))
 }
 
 fn event_messages(
     engine: Engine,
-    caller: Caller,
-    headers: &HeaderMap,
+    credentials: RequestCredentials,
     query: EventQuery,
     after: u64,
 ) -> impl Stream<Item = Result<Message, Infallible>> + Send + 'static {
-    let standing = RequestCredentials::new(&caller, headers);
-    let following = EventSubscription {
-        engine,
-        caller,
-        credentials: standing,
-        query,
-        after,
-        page: VecDeque::new(),
-    };
+    let following = EventSubscription::new(engine, credentials, query, after);
     stream::unfold(following, async |mut following| {
         let event = following.next().await?;
         let message = sse_message(&event, event.record.kind.as_str(), event_json(&event));
@@ -135,20 +127,11 @@ fn event_messages(
 /// Streams the events of one call as a task: fewer events, under the names of the task protocol.
 pub(super) fn stream_task_events(
     engine: Engine,
-    caller: Caller,
-    headers: &HeaderMap,
+    credentials: RequestCredentials,
     id: CallId,
     after: u64,
 ) -> SseResponse {
-    let (standing, query) = (RequestCredentials::new(&caller, headers), EventQuery::Call(id));
-    let following = EventSubscription {
-        engine,
-        caller,
-        credentials: standing,
-        query,
-        after,
-        page: VecDeque::new(),
-    };
+    let following = EventSubscription::new(engine, credentials, EventQuery::Call(id), after);
     into_sse(stream::unfold(following, async |mut following| {
         loop {
             let event = following.next().await?;
@@ -173,6 +156,11 @@ pub(super) fn into_sse(
 }
 
 impl EventSubscription {
+    fn new(engine: Engine, credentials: RequestCredentials, query: EventQuery, after: u64) -> Self {
+        let caller = credentials.caller().clone();
+        Self { engine, caller, credentials, query, after, page: VecDeque::new() }
+    }
+
     /// Returns the next event. The stream ends when the call has ended, when the key was revoked,
     /// or when the store is unavailable (the client reconnects and continues where it was).
     async fn next(&mut self) -> Option<CallEvent> {

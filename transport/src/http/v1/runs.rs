@@ -7,7 +7,7 @@ mod response;
 pub(super) mod stream;
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use stream::stream_run;
@@ -18,9 +18,10 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::HttpState;
 use super::calls::{DEFAULT_PAGE_SIZE, parse_page_limit, parse_since, unknown_cursor};
+use crate::auth::RequestCredentials;
 use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
-    AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, invalid_parameter,
+    AuthenticatedCaller, CallHeaders, NamePath, QueryParams, StrictJsonBody, invalid_parameter,
 };
 use crate::http::pagination;
 use crate::http::problem::{ApiError, ProblemDetails};
@@ -49,8 +50,8 @@ pub(super) async fn start(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     wait: WaitParam,
     carried: CallHeaders,
-    headers: HeaderMap,
-    JsonBody(body): JsonBody<RunBody>,
+    credentials: RequestCredentials,
+    StrictJsonBody(body): StrictJsonBody<RunBody>,
 ) -> Result<Response, ApiError> {
     let key = carried.idempotency_key(body.idempotency_key()?)?;
     let (streams, wait_ms) = (body.stream()?, wait.resolve_ms(body.wait_ms()?));
@@ -61,8 +62,7 @@ pub(super) async fn start(
     let (id, replayed, joined) = (started.run.id.clone(), started.replayed, started.joined);
     let delivery = started.delivery;
     let mut answer = if streams {
-        stream_run(state.engine, caller, &headers, id.clone(), 0, started.subscription)
-            .into_response()
+        stream_run(state.engine, credentials, id.clone(), 0, started.subscription).into_response()
     } else {
         let run = match wait_ms {
             None | Some(0) => started.run,
@@ -195,7 +195,7 @@ pub(super) async fn cancel(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
-    JsonBody(body): JsonBody<CancelRunBody>,
+    StrictJsonBody(body): StrictJsonBody<CancelRunBody>,
 ) -> Result<Json<RunSummary>, ApiError> {
     let run = state.engine.runs().cancel_run(&caller, &run_id, body.reason).await?;
     Ok(Json(to_summary(&run)))
@@ -214,7 +214,7 @@ pub(super) async fn add_messages(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
     wait: WaitParam,
-    JsonBody(body): JsonBody<MessagesBody>,
+    StrictJsonBody(body): StrictJsonBody<MessagesBody>,
 ) -> Result<Response, ApiError> {
     let wait_ms = wait.resolve_ms(body.wait_ms()?);
     let run = state.engine.runs().add_run_messages(&caller, &run_id, body.messages()?).await?;

@@ -16,6 +16,7 @@ use super::super::HttpState;
 use super::super::wire::{FaultBody, MetricsBody};
 use super::calls::{CancelCallBody, parse_page};
 use super::events::{EventStreamQuery, SseResponse, resume_position, stream_task_events};
+use crate::auth::RequestCredentials;
 use crate::http::extract::{
     AuthenticatedCaller, CallPath, JsonBody, QueryParams, invalid_parameter,
 };
@@ -220,8 +221,9 @@ pub(super) async fn events(
     CallPath(id): CallPath,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
+    credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    Ok(stream_task_events(state.engine, caller, &headers, id, after))
+    Ok(stream_task_events(state.engine, credentials, id, after))
 }

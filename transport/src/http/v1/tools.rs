@@ -21,7 +21,7 @@ use super::super::wire::{CallBody, ToolBody, timeout_ms};
 use super::calls::parse_page_limit;
 use crate::delivery::{JOINED_HEADER, ResponseDeliveries};
 use crate::http::extract::{
-    AuthenticatedCaller, CallHeaders, JsonBody, NamePath, QueryParams, TRACEPARENT,
+    AuthenticatedCaller, CallHeaders, NamePath, QueryParams, StrictJsonBody, TRACEPARENT,
     invalid_parameter,
 };
 use crate::http::problem::{ApiError, ProblemDetails};
@@ -227,7 +227,7 @@ pub(super) async fn invoke(
     NamePath(name): NamePath,
     wait: WaitParam,
     carried: CallHeaders,
-    JsonBody(body): JsonBody<InvokeBody>,
+    StrictJsonBody(body): StrictJsonBody<InvokeBody>,
 ) -> Result<Response, ApiError> {
     let wait_ms = wait.resolve_ms(body.wait_ms);
     let invocation = CallRequest {

@@ -75,6 +75,25 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
                 key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
             }
         }
+        DirectoryChange::RotateKey { id, ends_ms, successor } => {
+            for key in directory.keys.iter_mut().filter(|key| key.id == id) {
+                key.expires_ms = Some(key.expires_ms.unwrap_or(ends_ms).min(ends_ms));
+            }
+            directory.keys.push(*successor);
+        }
+        DirectoryChange::AddSessionToken(token) => directory.session_tokens.push(*token),
+        DirectoryChange::RevokeSessionToken { id, at_ms } => {
+            for token in directory.session_tokens.iter_mut().filter(|token| token.id == id) {
+                token.revoked_ms.get_or_insert(at_ms.max(token.created_ms));
+            }
+        }
+        DirectoryChange::ExpireSessionTokens { at_ms, delete_before_ms } => {
+            let tokens = &mut directory.session_tokens;
+            for token in tokens.iter_mut().filter(|token| token.expires_ms <= at_ms) {
+                token.revoked_ms.get_or_insert(at_ms.max(token.created_ms));
+            }
+            tokens.retain(|token| token.revoked_ms.is_none_or(|at_ms| at_ms >= delete_before_ms));
+        }
     }
 }
 

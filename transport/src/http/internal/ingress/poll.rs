@@ -3,7 +3,6 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
 use toolcrib::clients::{ClientMessage, ConnectOptions, Redelivery, Transport, WorkItem};
 use toolcrib::domain::fault::Code;
@@ -70,7 +69,7 @@ pub(in super::super) async fn poll(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(polling): QueryParams<PollQuery>,
-    headers: HeaderMap,
+    credentials: RequestCredentials,
 ) -> Result<Json<PollResponseBody>, ApiError> {
     let explicit = match polling.ack.as_deref() {
         None | Some("auto") => false,
@@ -104,7 +103,7 @@ pub(in super::super) async fn poll(
         }
         next = session.try_next();
     }
-    RequestCredentials::new(&caller, &headers).revalidate(engine)?;
+    credentials.revalidate(engine)?;
     let mut requests = Vec::new();
     for request in waiting {
         if explicit {

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use axum::Extension;
 use axum::extract::State;
-use axum::http::HeaderMap;
 use axum::response::IntoResponse;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures::stream;
@@ -44,7 +43,7 @@ pub(in super::super) async fn sse(
     State(http_state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(listening): QueryParams<IngressStreamQuery>,
-    headers: HeaderMap,
+    credentials: RequestCredentials,
 ) -> Result<impl IntoResponse, ApiError> {
     let connecting = ConnectOptions {
         client_id: listening.client_id,
@@ -57,7 +56,7 @@ pub(in super::super) async fn sse(
         transport: Transport::Streaming,
     };
     let session = http_state.engine.clients().connect(&caller, connecting).await?;
-    let state = (session, http_state.engine.clone(), RequestCredentials::new(&caller, &headers));
+    let state = (session, http_state.engine.clone(), credentials);
     // Dropping the stream drops the session, which returns unacknowledged requests to the queue.
     let messages = stream::unfold(state, async |(mut session, engine, standing)| {
         let message = session.next().await?;

@@ -38,7 +38,7 @@ use super::super::register::{RegisterBody, ToolOfferBody};
 use super::super::submit::{ProgressBody, SubmitBody};
 use super::{IngressMessage, resolve_window, to_json};
 use crate::auth::RequestCredentials;
-use crate::http::extract::{AuthenticatedCaller, parse_checked_json, replace_lone_surrogates};
+use crate::http::extract::{parse_checked_json, replace_lone_surrogates};
 use crate::http::internal::ingress::ws::frame_inspector::FrameInspector;
 use crate::http::internal::ingress::ws::message_limiter::{MessageLimiter, MessagePermit};
 use crate::http::problem::ApiError;
@@ -85,9 +85,10 @@ struct WsMessageHeader {
 
 pub(in super::super) async fn ws(
     State(state): State<HttpState>,
-    AuthenticatedCaller(caller): AuthenticatedCaller,
+    standing: RequestCredentials,
     mut request: Request,
 ) -> Result<Response, ApiError> {
+    let caller = standing.caller().clone();
     require_provider(&caller)?;
     let refused = |reason: String| {
         let message = format!("this is for WebSocket connections only: {reason}");
@@ -98,7 +99,6 @@ pub(in super::super) async fn ws(
     let upgrade = request.extensions_mut().remove::<OnUpgrade>();
     let upgrade = upgrade.ok_or_else(|| refused("this connection cannot be one".to_owned()))?;
     let permit = request.extensions_mut().remove::<ConnectionPermit>();
-    let standing = RequestCredentials::new(&caller, request.headers());
     tokio::spawn(async move {
         let Ok(upgraded) = upgrade.await else { return };
         let limit = state.max_report_bytes();

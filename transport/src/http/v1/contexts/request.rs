@@ -41,7 +41,7 @@ struct CallerTool {
     timeout_ms: Option<u64>,
     #[serde(default)]
     effect: Effect,
-    #[serde(default)]
+    #[serde(default, alias = "risk_level")]
     risk: Risk,
 }
 

@@ -15,7 +15,7 @@ use utoipa::ToSchema;
 
 use super::super::super::HttpState;
 use super::super::events::{SseResponse, into_sse};
-use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath};
+use crate::http::extract::{AuthenticatedCaller, NamePath, StrictJsonBody};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// Maximum number of messages queued for a client.
@@ -44,7 +44,7 @@ pub(in super::super) async fn replay(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
-    JsonBody(body): JsonBody<ReplayBody>,
+    StrictJsonBody(body): StrictJsonBody<ReplayBody>,
 ) -> Result<SseResponse, ApiError> {
     state.engine.runs().check_replay(&caller, &run_id).await?;
     let (sender, receiver) = mpsc::channel::<Message>(CHANNEL_CAPACITY);

@@ -9,6 +9,8 @@ use toolcrib::ports::model::ModelResolver;
 use toolcrib::runs::RunRequest;
 use utoipa::ToSchema;
 
+use crate::http::extract::{find_unknown_fields, refuse_unknown_fields};
+
 /// A conversation to run, and the options of the run.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct RunBody {
@@ -134,7 +136,20 @@ impl RunBody {
         parse_field("idempotency_key", self.idempotency_key.as_ref(), "must be a text")
     }
 
+    /// Refuses unknown fields of the nested objects.
+    fn check_nested_fields(&self) -> Result<(), Error> {
+        let mut unknown = Vec::new();
+        if let Some(limits) = &self.limits {
+            unknown.extend(find_unknown_fields::<RunLimits>(limits, "/limits"));
+        }
+        if let Some(policy) = &self.policy {
+            unknown.extend(find_unknown_fields::<ExecutionOptions>(policy, "/policy"));
+        }
+        refuse_unknown_fields(&unknown)
+    }
+
     pub(super) fn to_new_run(&self, models: &dyn ModelResolver) -> Result<RunRequest, Error> {
+        self.check_nested_fields()?;
         let model = parse_field("model", self.model.as_ref(), "must be a text")?;
         let model = model.or_else(|| models.names().into_iter().next());
         let list = "must be a list of messages";

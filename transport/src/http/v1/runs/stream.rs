@@ -85,31 +85,30 @@ pub(in super::super) async fn run_events(
     NamePath(run_id): NamePath,
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
+    credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     let after = resume_position(&headers, &from)?.unwrap_or(0);
     let subscription = state.engine.runs().subscribe_run(&caller, &run_id);
-    Ok(stream_run(state.engine, caller, &headers, run_id, after, subscription))
+    Ok(stream_run(state.engine, credentials, run_id, after, subscription))
 }
 
 /// Streams a run until it ends. A run id that only groups calls has no end, and neither has its
 /// stream.
 pub(super) fn stream_run(
     engine: Engine,
-    caller: Caller,
-    headers: &HeaderMap,
+    credentials: RequestCredentials,
     run_id: String,
     after: u64,
     subscription: RunSubscription,
 ) -> SseResponse {
-    let standing = RequestCredentials::new(&caller, headers);
     // The run's first journal entry precedes all deltas.
     let order = StreamPosition { step: (after == 0).then_some(0), calls_pending: after == 0 };
     let (page, buffered) = (VecDeque::new(), VecDeque::new());
     let reading = None;
     let following = RunEventStream {
         engine,
-        caller,
-        credentials: standing,
+        caller: credentials.caller().clone(),
+        credentials,
         run_id,
         after,
         page,

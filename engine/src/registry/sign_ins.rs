@@ -1,0 +1,156 @@
+//! Sign-ins in the audit log: the first use of each credential since the start of the process, and
+//! refused credentials. Refusals are limited per address and in all, so that guessing cannot fill
+//! the log; the next entry counts those that were left out.
+
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
+
+use parking_lot::Mutex;
+
+use super::credentials::{Credentials, RefusedCredential};
+use crate::domain::caller::Caller;
+use crate::domain::directory::AuditEntry;
+use crate::registry::Registry;
+
+/// Length of the period that refusals are counted over.
+const WINDOW_MS: u64 = 60_000;
+/// Maximum number of refusals of one address that are recorded per period.
+const MAX_FAILURES_PER_PEER: u32 = 5;
+/// Maximum number of refusals that are recorded per period.
+const MAX_FAILURES: u32 = 100;
+/// Maximum number of credentials whose first use is remembered. Beyond it, all are forgotten, and
+/// their next uses are recorded as first ones.
+const MAX_SEEN: usize = 100_000;
+
+/// Remembers which sign-ins were recorded.
+#[derive(Default)]
+pub(super) struct SignInLog {
+    seen: Mutex<HashSet<String>>,
+    failures: Mutex<FailureWindow>,
+}
+
+#[derive(Default)]
+struct FailureWindow {
+    since_ms: u64,
+    recorded: u32,
+    omitted: u64,
+    by_peer: HashMap<Option<IpAddr>, u32>,
+}
+
+impl FailureWindow {
+    /// Counts a failure. Returns the number of failures left out since the last one that was
+    /// recorded, or `None` if this one is left out too.
+    fn count(&mut self, peer: Option<IpAddr>, now_ms: u64) -> Option<u64> {
+        if now_ms.saturating_sub(self.since_ms) >= WINDOW_MS {
+            (self.since_ms, self.recorded) = (now_ms, 0);
+            self.by_peer.clear();
+        }
+        let of_peer = self.by_peer.get(&peer).copied().unwrap_or(0);
+        if self.recorded >= MAX_FAILURES || of_peer >= MAX_FAILURES_PER_PEER {
+            self.omitted += 1;
+            return None;
+        }
+        self.recorded += 1;
+        self.by_peer.insert(peer, of_peer + 1);
+        Some(std::mem::take(&mut self.omitted))
+    }
+}
+
+impl Registry {
+    /// Records the first use of a credential since the start.
+    pub(super) fn record_sign_in(&self, credentials: &Credentials<'_>, caller: &Caller) {
+        let credential = caller.attributes.credential.as_deref();
+        let mut seen = self.sign_ins.seen.lock();
+        let is_known = match credential {
+            Some(id) => seen.contains(id),
+            None => seen.contains(&issued_name(caller)),
+        };
+        if is_known {
+            return;
+        }
+        if seen.len() >= MAX_SEEN {
+            seen.clear();
+        }
+        seen.insert(credential.map_or_else(|| issued_name(caller), str::to_owned));
+        drop(seen);
+        let subject = credential.unwrap_or(&caller.agent);
+        let reason = format!("first use since the start, {}", describe_origin(credentials));
+        self.append_sign_in(self.audit_entry(caller, &caller.project, "sign_in", subject, &reason));
+    }
+
+    /// Records refused credentials.
+    pub(super) fn record_failed_sign_in(
+        &self,
+        credentials: &Credentials<'_>,
+        refused: &RefusedCredential,
+    ) {
+        metrics::counter!("toolcrib_sign_in_failures_total").increment(1);
+        let now_ms = self.core.now_ms();
+        let counted = self.sign_ins.failures.lock().count(credentials.peer, now_ms);
+        let Some(omitted) = counted else { return };
+        let mut reason = format!("{}, {}", refused.reason, describe_origin(credentials));
+        if omitted > 0 {
+            reason.push_str(&format!("; {omitted} earlier ones were not recorded"));
+        }
+        self.append_sign_in(AuditEntry {
+            at_ms: self.core.wall_ms(),
+            project: refused.project.clone(),
+            agent: refused.agent.clone(),
+            action: "sign_in.failed".to_owned(),
+            subject: refused.id.clone(),
+            reason,
+        });
+    }
+
+    /// Appends an entry in the background: no request waits for it.
+    fn append_sign_in(&self, entry: AuditEntry) {
+        // Without a runtime the process is exiting.
+        if tokio::runtime::Handle::try_current().is_err() {
+            return;
+        }
+        let store = self.core.store.clone();
+        self.core.tasks.spawn(async move {
+            if let Err(error) = store.append_audit_entry(entry).await {
+                tracing::warn!(%error, "a sign-in could not be written to the audit log");
+            }
+        });
+    }
+}
+
+/// Returns the name under which a caller without a key or session token is remembered.
+fn issued_name(caller: &Caller) -> String {
+    format!("{} {}", caller.project, caller.agent)
+}
+
+fn describe_origin(credentials: &Credentials<'_>) -> String {
+    let transport = match credentials.transport {
+        "" => "in process",
+        transport => transport,
+    };
+    match credentials.peer {
+        Some(peer) => format!("{transport} from {}", peer.to_canonical()),
+        None => transport.to_owned(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_are_limited_per_address_and_in_all() {
+        let mut window = FailureWindow::default();
+        let peer = |n: u32| Some(IpAddr::from(n.to_be_bytes()));
+        for _ in 0..MAX_FAILURES_PER_PEER {
+            assert_eq!(window.count(peer(1), 1_000), Some(0));
+        }
+        assert_eq!(window.count(peer(1), 1_001), None);
+        assert_eq!(window.count(peer(1), 1_002), None);
+        assert_eq!(window.count(peer(2), 1_003), Some(2), "counts those that were left out");
+        let recorded = (3..1_000).filter(|n| window.count(peer(*n), 1_004).is_some()).count();
+        assert_eq!(recorded as u32, MAX_FAILURES - MAX_FAILURES_PER_PEER - 1);
+        assert!(window.count(peer(1), 1_000 + WINDOW_MS + 60_000).is_some());
+        assert!(window.by_peer.len() == 1, "a new period forgets the addresses");
+    }
+}
