@@ -149,8 +149,7 @@ impl Calls {
             && call.hold == Some(Hold::Queue)
         {
             let siblings = membership.siblings.as_ref();
-            let equal = key.is_none().then(|| self.join_waiting_call(&call, siblings)).flatten();
-            if let Some(ticket) = equal {
+            if let Some(ticket) = self.join_waiting_call(&call, key.as_ref(), siblings).await? {
                 return Ok(ticket);
             }
             approval = self.request_approval(&catalog, caller, &mut call, ask).await?;

@@ -7,8 +7,9 @@ use tokio::sync::oneshot;
 use tokio_postgres::types::ToSql;
 use toolcrib::domain::call::approval::{Approval, ApprovalWebhook, StandingApproval};
 use toolcrib::domain::directory::AuditEntry;
+use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::approvals::{ApprovalCommit, ApprovalFilter, ApprovalStore};
-use toolcrib::ports::store::{SaveResult, StoreError};
+use toolcrib::ports::store::{IdempotencyKey, SaveResult, StoreError};
 
 use super::calls::{EventColumns, insert_call, update_call};
 use super::change::{Change, ChangeFuture, WriterConnection};
@@ -216,6 +217,26 @@ impl ApprovalStore for PostgresStore {
         let (reply, answer) = oneshot::channel();
         self.writer.send(Box::new(ApprovalCommits { rows, results: Vec::new(), reply }))?;
         await_reply(answer).await
+    }
+
+    async fn add_idempotency_key(
+        &self,
+        project: &str,
+        key: IdempotencyKey,
+        call_id: &CallId,
+    ) -> Result<bool, StoreError> {
+        let input = (project.to_owned(), key, call_id.clone());
+        self.write(input, |writer, (project, key, call_id)| {
+            Box::pin(async move {
+                let sql = "INSERT INTO idempotency_keys SELECT $1, $2, $3, $4, place \
+                           FROM tool_calls WHERE project = $1 AND tool_call_id = $5 \
+                           ON CONFLICT DO NOTHING";
+                let params: SqlParams<'_> =
+                    &[project, &key.agent, &key.key, &key.fingerprint, &call_id.as_str()];
+                Ok(writer.session.execute(sql, params).await? > 0)
+            })
+        })
+        .await
     }
 
     async fn approval(&self, project: &str, id: &str) -> Result<Option<Approval>, StoreError> {

@@ -19,6 +19,7 @@ use crate::domain::fault::Error;
 use crate::domain::id::CallId;
 use crate::lifecycle::approvals::hold_for_approval;
 use crate::ports::core::from_store_error;
+use crate::ports::store::IdempotencyKey;
 use crate::ports::store::approvals::NewApproval;
 use crate::registry::AccessRequest;
 use crate::registry::catalog::{Catalog, CatalogEntry};
@@ -84,12 +85,32 @@ impl Calls {
         Ok(Some((Box::new(NewApproval { approval, audit }), record)))
     }
 
-    /// Returns the ticket of an equal call of the same caller that waits for its approval.
-    pub(crate) fn join_waiting_call(
+    /// Returns the ticket of an equal call of the same caller that waits for its approval. From then
+    /// on an idempotency key of the request leads to that call; one that was used before leads to
+    /// its own.
+    pub(crate) async fn join_waiting_call(
         &self,
         call: &Call,
+        key: Option<&IdempotencyKey>,
         siblings: Option<&BatchCalls>,
-    ) -> Option<Ticket> {
+    ) -> Result<Option<Ticket>, Error> {
+        let Some(ticket) = self.find_waiting_call(call, siblings) else { return Ok(None) };
+        if let Some(key) = key {
+            let store = self.core.store.approvals();
+            let added =
+                store.add_idempotency_key(&call.project, key.clone(), &ticket.call.id).await;
+            if !added.map_err(from_store_error)? {
+                return Ok(None);
+            }
+        }
+        if let Some(siblings) = siblings {
+            siblings.lock().push(ticket.call.id.clone());
+        }
+        metrics::counter!("toolcrib_rejoined_total", "kind" => "approval").increment(1);
+        Ok(Some(ticket))
+    }
+
+    fn find_waiting_call(&self, call: &Call, siblings: Option<&BatchCalls>) -> Option<Ticket> {
         let open_calls = &self.dispatcher.open_calls;
         for id in self.dispatcher.approval_index.equal_calls(call) {
             let is_sibling = siblings.is_some_and(|calls| calls.lock().contains(&id));
@@ -98,10 +119,6 @@ impl Calls {
             if !found.waits_for_approval() {
                 continue;
             }
-            if let Some(siblings) = siblings {
-                siblings.lock().push(id);
-            }
-            metrics::counter!("toolcrib_rejoined_total", "kind" => "approval").increment(1);
             let open_call = Some(open);
             let (replayed, joined, delivery) = (false, true, None);
             return Some(Ticket { call: found, replayed, joined, open_call, delivery });

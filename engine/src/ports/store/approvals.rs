@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use super::{NewCall, SaveResult, StoreError};
+use super::{IdempotencyKey, NewCall, SaveResult, StoreError};
 use crate::domain::call::Call;
 use crate::domain::call::approval::{
     Approval, ApprovalChange, ApprovalStatus, ApprovalWebhook, StandingApproval,
 };
 use crate::domain::directory::AuditEntry;
 use crate::domain::event::EventRecord;
+use crate::domain::id::CallId;
 
 /// The next version of a call, with the changes of its approvals and everything else that belongs
 /// in the same commit.
@@ -73,6 +74,15 @@ pub trait ApprovalStore: Send + Sync {
         &self,
         commits: Vec<ApprovalCommit>,
     ) -> Result<Vec<SaveResult>, StoreError>;
+
+    /// Stores another idempotency key of a call, for a request that joined it. Returns false if the
+    /// key was used before.
+    async fn add_idempotency_key(
+        &self,
+        project: &str,
+        key: IdempotencyKey,
+        call_id: &CallId,
+    ) -> Result<bool, StoreError>;
 
     /// Returns one approval of a project.
     async fn approval(&self, project: &str, id: &str) -> Result<Option<Approval>, StoreError>;

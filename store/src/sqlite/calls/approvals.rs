@@ -6,8 +6,9 @@ use toolcrib::domain::call::approval::{
     Approval, ApprovalStatus, ApprovalWebhook, StandingApproval,
 };
 use toolcrib::domain::directory::AuditEntry;
+use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::approvals::{ApprovalCommit, ApprovalFilter, ApprovalStore};
-use toolcrib::ports::store::{SaveResult, StoreError};
+use toolcrib::ports::store::{IdempotencyKey, SaveResult, StoreError};
 
 use super::save_call;
 use crate::row::{
@@ -170,6 +171,28 @@ impl ApprovalStore for SqliteStore {
             commits.into_iter().map(ApprovalCommitRow::new).collect();
         let mut rows = rows?;
         self.write(move |writer| rows.iter_mut().map(|row| row.apply(writer)).collect()).await
+    }
+
+    async fn add_idempotency_key(
+        &self,
+        project: &str,
+        key: IdempotencyKey,
+        call_id: &CallId,
+    ) -> Result<bool, StoreError> {
+        let (project, call_id) = (project.to_owned(), call_id.clone());
+        self.write(move |writer| {
+            let Some(position) = writer.find_position(&project, &call_id)? else {
+                return Ok(false);
+            };
+            let added = writer
+                .connection()?
+                .prepare_cached(
+                    "INSERT OR IGNORE INTO idempotency_keys VALUES (?1, ?2, ?3, ?4, ?5)",
+                )?
+                .execute(params![project, key.agent, key.key, key.fingerprint, position])?;
+            Ok(added > 0)
+        })
+        .await
     }
 
     async fn approval(&self, project: &str, id: &str) -> Result<Option<Approval>, StoreError> {

@@ -61,8 +61,9 @@ pub(super) async fn put_rule(
     let verdict = match body.verdict.as_str() {
         "allow" => RuleVerdict::Allow,
         "deny" => RuleVerdict::Deny,
+        "ask" => RuleVerdict::Ask,
         _ => {
-            let message = "verdict must be allow or deny";
+            let message = "verdict must be allow, deny or ask";
             return Err(Error::refused(Code::ValidationError, message).into());
         }
     };

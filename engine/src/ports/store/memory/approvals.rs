@@ -9,8 +9,9 @@ use crate::domain::call::approval::{
     Approval, ApprovalChange, ApprovalStatus, ApprovalWebhook, StandingApproval,
 };
 use crate::domain::directory::AuditEntry;
+use crate::domain::id::CallId;
 use crate::ports::store::approvals::{ApprovalCommit, ApprovalFilter, ApprovalStore};
-use crate::ports::store::{SaveResult, StoreError};
+use crate::ports::store::{IdempotencyKey, SaveResult, StoreError};
 
 /// The approvals and standing approvals, by id.
 #[derive(Default)]
@@ -63,6 +64,21 @@ impl ApprovalStore for MemoryStore {
     ) -> Result<Vec<SaveResult>, StoreError> {
         let mut state = self.state.lock();
         Ok(commits.into_iter().map(|commit| state.commit_approval(commit)).collect())
+    }
+
+    async fn add_idempotency_key(
+        &self,
+        project: &str,
+        key: IdempotencyKey,
+        call_id: &CallId,
+    ) -> Result<bool, StoreError> {
+        let scoped_key = (project.to_owned(), key.agent, key.key);
+        let mut state = self.state.lock();
+        if state.keys.contains_key(&scoped_key) {
+            return Ok(false);
+        }
+        state.keys.insert(scoped_key, (call_id.clone(), key.fingerprint));
+        Ok(true)
     }
 
     async fn approval(&self, project: &str, id: &str) -> Result<Option<Approval>, StoreError> {
