@@ -3,6 +3,7 @@
 //! `conformance!(name, open)` turns each of them into a test of one store. A behavior that is
 //! missing from the list below is dead code, which the lints reject.
 
+pub mod approvals;
 pub mod calls;
 pub mod deliveries;
 pub mod directory;
@@ -92,6 +93,16 @@ macro_rules! conformance {
                     tool_definitions_are_separate_per_project_and_run
                     tool_definitions_are_purged_after_the_last_call_of_their_run
                     a_purge_deletes_tool_definitions_up_to_its_limit
+                }
+                approvals {
+                    an_approval_is_stored_with_its_call
+                    decisions_and_their_calls_are_one_commit
+                    a_superseded_approval_keeps_its_decision
+                    approvals_are_listed_newest_first_by_status_agent_and_tool
+                    standing_approvals_are_replaced_and_expire
+                    due_webhooks_of_approvals_are_found
+                    another_key_of_a_call_leads_to_it
+                    approvals_are_purged_with_their_call
                 }
                 undelivered {
                     an_undelivered_request_is_stored_with_its_call_and_run

@@ -351,6 +351,7 @@ impl Store for MemoryStore {
         }
         let oldest = state.calls.values().map(|call| call.created_ms).min();
         self.utp.purge_replaced(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
+        state.approvals.purge_standing(ended_before_ms);
         let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
         let loops = state.purge_ended_runs(ended_before_ms, limit);
         let mut left = limit;

@@ -21,6 +21,11 @@ pub(super) struct MemoryApprovals {
 }
 
 impl MemoryApprovals {
+    /// Deletes standing approvals that expired before this time.
+    pub(super) fn purge_standing(&mut self, before_ms: u64) {
+        self.standing.retain(|_, standing| standing.expires_ms >= before_ms);
+    }
+
     fn apply(&mut self, change: ApprovalChange) {
         match change {
             ApprovalChange::Request(approval) => {
