@@ -88,6 +88,14 @@ pub(crate) fn count_allowed() {
     ALLOWED_DECISIONS.increment(1);
 }
 
+pub(crate) fn count_denied() {
+    metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
+}
+
+pub(crate) fn count_asked() {
+    metrics::counter!("toolcrib_policy_decisions_total", "decision" => "ask").increment(1);
+}
+
 /// Records a new call, and its outcome if it ended before it was stored. `exports_name` returns
 /// whether the tool's name may be exported.
 pub(crate) fn record_accepted(call: &Call, exports_name: impl FnOnce() -> bool) {

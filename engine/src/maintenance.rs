@@ -3,6 +3,7 @@
 //! Each has a `run_once` that tests call directly, and runs on a timer and a signal. Restart,
 //! failover and normal operation use the same path.
 
+pub(crate) mod audit_retention;
 pub mod client_leases;
 pub mod credential_expiry;
 pub mod deadlines;

@@ -1,14 +1,16 @@
 //! The directory of a project: tools, clients, keys, access rules, agents and upstreams; search
 //! over the tools; and the decision whether a caller may use one.
 
+pub mod audit;
 pub(crate) mod authorize;
+pub(crate) mod call_access;
 pub(crate) mod catalog;
 pub(crate) mod credentials;
 pub(crate) mod keys;
 pub(crate) mod model_tool_names;
 pub(crate) mod model_tools;
 pub(crate) mod projects;
-pub(crate) mod rules;
+pub mod rules;
 pub(crate) mod search;
 pub(crate) mod session_tokens;
 pub(crate) mod sign_ins;
@@ -81,9 +83,10 @@ impl Registry {
         operator: Option<OperatorCredential>,
         tool_names_in_metrics: Option<bool>,
     ) -> Self {
+        let catalog = shared_tools.with_settings(core.clock.clone(), &core.policies);
         Self {
             core,
-            catalog: RwLock::new(Arc::new(shared_tools)),
+            catalog: RwLock::new(Arc::new(catalog)),
             search_indexes: SearchIndexes::default(),
             authenticator,
             operator,

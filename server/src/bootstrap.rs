@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use toolcrib::{Engine, Tool};
+use toolcrib::{Caller, Engine, Tool};
 use toolcrib_protocol::utp::NatsConnection;
 use toolcrib_sources::builtin;
 use toolcrib_sources::http::HttpSource;
@@ -141,6 +141,9 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     if let Some(retention_ms) = settings::retention_ms(config) {
         builder = builder.retention_ms(retention_ms);
     }
+    if let Some(retention_ms) = settings::audit_retention_ms(config) {
+        builder = builder.audit_retention_ms(retention_ms);
+    }
     if let Some(is_enabled) = config.telemetry.tool_names_in_metrics {
         builder = builder.tool_names_in_metrics(is_enabled);
     }
@@ -148,6 +151,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         builder = builder.observer(otlp.clone());
     }
     let engine = builder.start().await?;
+    apply_configured_rules(&engine, config).await?;
     let nats = link.map(|link| toolcrib_transport::nats::start(engine.clone(), link));
     let (configured, settings) = (config.mcp.clone(), config.mcp_servers.clone());
     let reconciler = McpServerReconciler::start(engine.clone(), upstreams, configured, settings);
@@ -166,7 +170,26 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
 /// it is safe to use beside a running server.
 pub async fn open_admin_engine(config: &Config) -> anyhow::Result<Engine> {
     let store = open_store::open_shared(&config.store_location()?).await?;
-    Ok(Engine::builder().store(store).limits(engine_limits(config)).build_idle().await?)
+    // A rule can be about the properties of built-in tools.
+    let tools = builtin_tools(config).unwrap_or_default();
+    let builder = Engine::builder().store(store).limits(engine_limits(config));
+    let builder = builder.policies(settings::execution_policies(config)).tools(tools);
+    Ok(builder.build_idle().await?)
+}
+
+/// Makes the configured rules the rules of their projects, unless they are already.
+async fn apply_configured_rules(engine: &Engine, config: &Config) -> anyhow::Result<()> {
+    for (project, mut rules) in config.configured_rules()? {
+        let caller = Caller::local(&project);
+        rules.sort_by(|a, b| a.id.cmp(&b.id));
+        if engine.admin().rules(&caller)?.rules == rules {
+            continue;
+        }
+        let replaced =
+            engine.admin().replace_rules(&caller, &project, rules, "from the configuration").await;
+        replaced.with_context(|| format!("the configured rules of project {project}"))?;
+    }
+    Ok(())
 }
 
 /// Builds the state that the handlers of the HTTP transport share.

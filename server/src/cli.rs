@@ -32,6 +32,8 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use client::{ApiClient, DEFAULT_SERVER, url_of_listen_address};
 use failure::{CommandFailure, exit};
 use output::Output;
+use toolcrib::domain::directory::audit::RequestOrigin;
+use toolcrib::registry::audit;
 
 use crate::config::{Config, ConfigOverrides};
 
@@ -124,7 +126,7 @@ Examples:
     Allow(admin::AllowDenyArgs),
     /// Deny an agent tools; deny takes precedence over allow
     Deny(admin::AllowDenyArgs),
-    /// List or remove rules
+    /// List, set, apply, explain and rehearse access rules
     Rules(admin::RulesArgs),
     /// Show denied calls and administrative changes
     Audit(admin::AuditArgs),
@@ -378,7 +380,7 @@ async fn run(ready: ParsedCommand) -> u8 {
         command => tokio::select! {
             // Poll the command first: one that handles the interrupt itself reports it.
             biased;
-            outcome = dispatch(&context, command) => outcome,
+            outcome = audit::with_origin(command_origin(), dispatch(&context, command)) => outcome,
             // Dropping the command closes its connections and ends its child processes.
             _ = tokio::signal::ctrl_c() => Err(CommandFailure::interrupted()),
         },
@@ -390,6 +392,11 @@ async fn run(ready: ParsedCommand) -> u8 {
             failure.exit
         }
     }
+}
+
+/// Returns the origin of changes that a command makes in a data directory.
+fn command_origin() -> RequestOrigin {
+    RequestOrigin { transport: Some("command".to_owned()), ..RequestOrigin::default() }
 }
 
 async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), CommandFailure> {

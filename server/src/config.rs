@@ -10,6 +10,7 @@
 mod approvals;
 mod layers;
 mod mcp_servers;
+pub mod rules;
 mod store_location;
 mod telemetry;
 mod transports;
@@ -62,6 +63,12 @@ pub struct Config {
     pub projects: BTreeMap<String, ProjectSettings>,
     /// Settings of one tool: `[tools."NAME".policy]`, `[[tools."NAME".fallback]]`.
     pub tools: BTreeMap<String, ToolSettings>,
+    /// Access rules: `[[rules]]`, with the fields of `PUT /v1/rules/{id}`. If there are any, here or in
+    /// `rules_file`, they replace the rules of their projects at every start.
+    #[schemars(with = "Vec<rules::RuleSettings>")]
+    pub rules: Vec<serde_json::Value>,
+    /// File with access rules: JSON or TOML with `rules`.
+    pub rules_file: Option<PathBuf>,
     /// Limits on everything that could grow.
     pub limits: LimitSettings,
     /// Retention of finished calls.
@@ -109,6 +116,8 @@ impl Default for Config {
             policy: PolicySettings::default(),
             projects: BTreeMap::new(),
             tools: BTreeMap::new(),
+            rules: Vec::new(),
+            rules_file: None,
             limits: LimitSettings::default(),
             retention: RetentionSettings::default(),
             shutdown: ShutdownSettings::default(),
@@ -257,6 +266,9 @@ pub struct ToolSettings {
     /// Tools to use instead, in this order, when an attempt is known to have had no effect.
     #[schemars(with = "Vec<AlternateSettings>")]
     pub fallback: Vec<Fallback>,
+    /// Risk in place of the one that its source states: `low`, `medium`, `high` or `critical`.
+    #[schemars(with = "Option<String>")]
+    pub risk: Option<toolcrib::Risk>,
 }
 
 /// Schema of the engine's alternate, used to check keys.
@@ -361,11 +373,14 @@ pub struct RetentionSettings {
     /// Days after which a finished call is deleted. Fractions of a day are allowed; 0 keeps calls
     /// forever.
     pub finished_calls_days: f64,
+    /// Days after which an entry of the audit log is deleted. Fractions of a day are allowed; 0
+    /// keeps the log forever.
+    pub audit_days: f64,
 }
 
 impl Default for RetentionSettings {
     fn default() -> Self {
-        Self { finished_calls_days: 30.0 }
+        Self { finished_calls_days: 30.0, audit_days: 0.0 }
     }
 }
 

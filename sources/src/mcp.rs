@@ -216,19 +216,20 @@ impl McpSource {
         Ok(())
     }
 
-    /// Completes a sign-in after the browser was redirected back from the issuer. Returns the name
-    /// of the upstream it was for, or `None` if no upstream expects this sign-in.
+    /// Completes a sign-in after the browser was redirected back from the issuer. Returns the
+    /// project and name of the upstream it was for, or `None` if no upstream expects this sign-in.
     pub async fn complete_sign_in(
         &self,
         state: &str,
         code: Result<&str, &str>,
         issuer: Option<&str>,
-    ) -> Option<(String, Result<(), String>)> {
+    ) -> Option<(String, String, Result<(), String>)> {
         let waits = |upstream: &&Arc<UpstreamServer>| {
             upstream.authorizer.as_ref().is_some_and(|authorizer| authorizer.expects_state(state))
         };
         let upstream = self.servers.lock().values().find(waits).cloned()?;
-        let (authorizer, name) = (upstream.authorizer.as_ref()?, upstream.settings.name.clone());
+        let authorizer = upstream.authorizer.as_ref()?;
+        let (project, name) = (upstream.settings.project.clone(), upstream.settings.name.clone());
         let finished = match code {
             Ok(code) => authorizer.complete_sign_in(state, code, issuer).await,
             Err(reason) => {
@@ -237,7 +238,7 @@ impl McpSource {
             }
         };
         upstream.retry_now.notify_one();
-        Some((name, finished))
+        Some((project, name, finished))
     }
 
     /// Returns the usable connections of a project, by the names of their upstreams.

@@ -375,19 +375,11 @@ impl Store for PostgresStore {
     }
 
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(entry, |writer, entry| Box::pin(directory::append_audit_entry(writer, entry)))
-            .await
+        self.append_audit(entry).await
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        let session = self.pool.acquire().await?;
-        directory::list_audit_entries(&session, project.as_deref(), limit)
-            .await
-            .map_err(SessionError::into_store_error)
+    fn audit(&self) -> &dyn toolcrib::ports::store::audit::AuditStore {
+        self
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {

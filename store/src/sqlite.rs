@@ -330,18 +330,12 @@ impl Store for SqliteStore {
     }
 
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.write(move |writer| directory::insert_audit_entry(writer.connection()?, &entry)).await
+        self.write(move |writer| directory::audit::insert_audit_entry(writer.connection()?, &entry))
+            .await
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        self.read(move |connection| {
-            directory::list_audit_entries(connection, project.as_deref(), limit)
-        })
-        .await
+    fn audit(&self) -> &dyn toolcrib::ports::store::audit::AuditStore {
+        self
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {

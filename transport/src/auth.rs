@@ -3,19 +3,21 @@
 pub mod oauth;
 mod origin;
 pub mod settings;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
+use axum::extract::ConnectInfo;
 use axum::http::{Extensions, HeaderMap, HeaderValue, header};
 use axum::response::Response;
 use futures::StreamExt;
 pub use origin::OriginPolicy;
 use toolcrib::domain::caller::{AuthMethod, AuthenticatedCaller, DEFAULT_PROJECT};
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::directory::credential::AssertableAttribute;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::registry::Credentials;
+use toolcrib::registry::{Credentials, audit};
 use toolcrib::{Caller, Engine};
 
 /// Interval at which open streams and waits check that their credentials are valid.
@@ -63,10 +65,6 @@ pub fn is_operator_token(text: &str) -> bool {
     body.is_some_and(|body| body.len() == 52 && body.bytes().all(|b| b.is_ascii_alphanumeric()))
 }
 
-/// The address of the other end of a request's connection, as an extension of the request.
-#[derive(Debug, Clone, Copy)]
-pub struct PeerAddress(pub IpAddr);
-
 /// Authenticates a request. The operator token makes the caller the operator. Otherwise, if the
 /// server has any key, the request needs a key or a token, which determines the caller. Without
 /// keys the caller is anonymous, and the request must not come from a web page of another origin.
@@ -77,7 +75,8 @@ pub(crate) fn authenticate_request(
     extensions: &Extensions,
 ) -> Result<RequestCredentials, Error> {
     let presented = PresentedCredentials::from_request(headers, extensions)?;
-    let AuthenticatedCaller { caller, expires_ms } = presented.identify_caller(engine)?;
+    let sign_in = |credentials: &Credentials<'_>| engine.registry().authenticate(credentials);
+    let AuthenticatedCaller { caller, expires_ms } = presented.identify_caller(engine, sign_in)?;
     if caller.auth_method == AuthMethod::Anonymous {
         origins.check(headers)?;
     }
@@ -97,39 +96,34 @@ struct PresentedCredentials {
     user: Option<String>,
     session: Option<String>,
     peer: Option<IpAddr>,
-    transport: &'static str,
 }
 
 impl PresentedCredentials {
     fn from_request(headers: &HeaderMap, extensions: &Extensions) -> Result<Self, Error> {
-        let transport = match () {
-            () if headers.contains_key(header::UPGRADE) => "websocket",
-            () if extensions.get::<McpRequest>().is_some() => "mcp",
-            () => "http",
-        };
         Ok(Self {
             secret: bearer_token(headers).map(str::to_owned),
             project: headers.get("x-toolcrib-project").map(|value| header_text(value)),
             user: asserted_name(headers, AssertableAttribute::User)?,
             session: asserted_name(headers, AssertableAttribute::Session)?,
-            peer: extensions.get::<PeerAddress>().map(|peer| peer.0),
-            transport,
+            peer: extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
         })
     }
 
     /// Returns the caller that these credentials identify now.
-    fn identify_caller(&self, engine: &Engine) -> Result<AuthenticatedCaller, Error> {
-        let registry = engine.registry();
+    fn identify_caller(
+        &self,
+        engine: &Engine,
+        authenticate: impl Fn(&Credentials<'_>) -> Result<AuthenticatedCaller, Error>,
+    ) -> Result<AuthenticatedCaller, Error> {
         let credentials = |secret| Credentials {
             secret,
             user: self.user.as_deref(),
             session: self.session.as_deref(),
             peer: self.peer,
-            transport: self.transport,
         };
         let secret = self.secret.as_deref();
         if let Some(token) = secret.filter(|secret| secret.starts_with(OPERATOR_TOKEN_PREFIX)) {
-            let mut authenticated = registry.authenticate(&credentials(token)).map_err(|error| {
+            let mut authenticated = authenticate(&credentials(token)).map_err(|error| {
                 if error.code() != Code::Unauthenticated {
                     return error;
                 }
@@ -140,12 +134,12 @@ impl PresentedCredentials {
             authenticated.caller.project = self.requested_project()?;
             return Ok(authenticated);
         }
-        if registry.has_keys() {
+        if engine.registry().has_keys() {
             let secret = secret.ok_or_else(|| {
                 let message = "this server needs a key: send Authorization: Bearer KEY";
                 Error::refused(Code::Unauthenticated, message)
             })?;
-            return registry.authenticate(&credentials(secret));
+            return authenticate(&credentials(secret));
         }
         let asserted = [(AssertableAttribute::User, &self.user)];
         let asserted = asserted.into_iter().chain([(AssertableAttribute::Session, &self.session)]);
@@ -172,10 +166,6 @@ impl PresentedCredentials {
         Ok(project.to_owned())
     }
 }
-
-/// Marks the requests of MCP, as an extension of the request.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct McpRequest;
 
 /// Returns the user or session that a request asserts. One that is sent twice is refused: parts of
 /// the way to this server could read different ones.
@@ -218,7 +208,9 @@ impl RequestCredentials {
 
     /// Refuses if the credentials no longer authenticate the same caller.
     pub(crate) fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
-        if self.presented.identify_caller(engine)?.caller == self.caller {
+        let again =
+            |credentials: &Credentials<'_>| engine.registry().authenticate_again(credentials);
+        if self.presented.identify_caller(engine, again)?.caller == self.caller {
             return Ok(());
         }
         Err(Error::refused(Code::Unauthenticated, "these credentials are another caller's now"))
@@ -240,6 +232,40 @@ impl RequestCredentials {
             }
             tokio::time::sleep(REVALIDATION_INTERVAL).await;
         }
+    }
+}
+
+/// The credentials of a program on this machine that is connected by pipes.
+pub struct ProcessCredentials(RequestCredentials);
+
+impl ProcessCredentials {
+    /// Authenticates the program by its key or token.
+    pub async fn authenticate(engine: &Engine, secret: &str) -> Result<Self, Error> {
+        let presented = PresentedCredentials {
+            secret: Some(secret.to_owned()),
+            project: None,
+            user: None,
+            session: None,
+            // A program that reads the data directory runs on this machine.
+            peer: Some(Ipv4Addr::LOCALHOST.into()),
+        };
+        let origin = RequestOrigin { transport: Some("stdio".into()), ..RequestOrigin::default() };
+        let sign_in = |credentials: &Credentials<'_>| engine.registry().authenticate(credentials);
+        let signing_in = async { presented.identify_caller(engine, sign_in) };
+        let AuthenticatedCaller { caller, expires_ms } =
+            audit::with_origin(origin, signing_in).await?;
+        let presented = presented.into();
+        Ok(Self(RequestCredentials { caller, expires_ms, presented }))
+    }
+
+    /// Returns the program as a caller.
+    pub fn caller(&self) -> &Caller {
+        self.0.caller()
+    }
+
+    /// Waits until the credentials no longer authenticate the same caller; returns the reason.
+    pub async fn wait_until_invalid(&self, engine: &Engine) -> Error {
+        self.0.wait_until_invalid(engine).await
     }
 }
 

@@ -28,10 +28,11 @@ mod projects;
 mod v1;
 mod wait_param;
 mod wire;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, Request};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use docs::BearerSecurity;
@@ -44,15 +45,17 @@ pub(crate) use problem::problem_response;
 use problem::problem_with_status;
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::registry::audit;
 use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
 use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 pub use v1::{
-    KeyBody, NewKeyBody, OauthCallback, SessionTokenBody, SkippedToolBody, SourceAdmin, SourceBody,
-    SourceOauth, SourceToolChange,
+    AuditBody, AuditVerificationBody, KeyBody, NewKeyBody, OauthCallback, SessionTokenBody,
+    SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
 use crate::auth::{CredentialWatch, OriginPolicy};
@@ -221,6 +224,17 @@ pub async fn call_router(mut router: Router, mut request: Request) -> Response {
     }
 }
 
+/// Returns the origin of a request for the audit log.
+fn request_origin(request: &Request, id: &HeaderValue) -> RequestOrigin {
+    let is_mcp = request.uri().path().starts_with("/mcp");
+    let peer = request.extensions().get::<ConnectInfo<SocketAddr>>();
+    RequestOrigin {
+        transport: Some(if is_mcp { "mcp" } else { "http" }.to_owned()),
+        peer: peer.map(|ConnectInfo(address)| address.ip().to_string()),
+        request_id: id.to_str().ok().map(str::to_owned),
+    }
+}
+
 /// Serves one request: sets the headers common to all responses and turns a panic into a response.
 /// This wraps the router instead of being layers of it, because each layer costs a few allocations
 /// per call.
@@ -235,7 +249,9 @@ where
     });
     let trace = crate::http::extract::traceparent(request.headers());
     let asked = request.uri().clone();
-    let answered = std::panic::AssertUnwindSafe(answer(request)).catch_unwind().await;
+    let origin = request_origin(&request, &id);
+    let answering = std::panic::AssertUnwindSafe(answer(request)).catch_unwind();
+    let answered = audit::with_origin(origin, answering).await;
     let mut answer = match answered {
         Ok(answer) => answer,
         Err(panic) => panic_response(panic),

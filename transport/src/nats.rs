@@ -16,8 +16,10 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use toolcrib::domain::caller::{AuthMethod, Role};
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::{self, Subject};
+use toolcrib::registry::audit;
 use toolcrib::{Caller, Engine};
 use toolcrib_protocol::utp::{NatsConnection, wire};
 
@@ -72,7 +74,10 @@ async fn serve_subscription(engine: Engine, nats: NatsConnection, component: &'s
         while let Some(request) = requests.next().await {
             let Some(mut permit) = limiter.acquire().await else { return };
             let (engine, nats) = (engine.clone(), nats.clone());
-            tokio::spawn(async move { handle_request(&engine, &nats, request, &mut permit).await });
+            let origin = RequestOrigin { transport: Some("nats".into()), ..Default::default() };
+            tokio::spawn(audit::with_origin(origin, async move {
+                handle_request(&engine, &nats, request, &mut permit).await;
+            }));
         }
     }
 }

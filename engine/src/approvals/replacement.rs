@@ -2,6 +2,7 @@
 
 use super::Approvals;
 use crate::calls::accept::approval_request::rule_binding;
+use crate::calls::accept::decide_call;
 use crate::calls::request::CallRequest;
 use crate::domain::call::approval::{Approval, CallApproval};
 use crate::domain::call::{Call, Hold};
@@ -53,7 +54,8 @@ impl Approvals {
         // The requester waits for the replaced call, which takes over the outcome.
         call.origin.background = false;
         call.origin.replaces = Some(replaced.id.clone());
-        let ask = self.calls.authorize_arguments(&catalog, &caller, &tool, &call).await?;
+        let access = decide_call(&catalog, &caller, &call);
+        let ask = self.calls.enforce_unless_asked(&caller, &call, access).await?;
         let mut binding = None;
         if let Some(ask) = ask {
             self.check_decider(decider, approval, &ask.approvers)?;

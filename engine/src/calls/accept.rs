@@ -24,6 +24,7 @@ use crate::calls::request::{
     CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
 };
 use crate::calls::speculative_read::{RunningSpeculation, Speculation, SpeculationResult};
+use crate::domain::access_rules::{AccessDecision, RuleAction};
 use crate::domain::call::elicitation::Elicitation;
 use crate::domain::call::{Call, Hold, Origin, Status};
 use crate::domain::caller::Caller;
@@ -36,6 +37,7 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::approvals::NewApproval;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
+use crate::registry::AccessRequest;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 use crate::rejoin::{PendingDelivery, request_digest};
 
@@ -116,7 +118,8 @@ impl Calls {
         if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != request.tool) {
             request.tool.clone_from(&tool.definition.name);
         }
-        self.registry.authorize_call(&catalog, caller, &request.tool).await?;
+        // Before the arguments are validated, so that a denied caller learns nothing about the tool.
+        let decision = self.authorize_unvalidated(&catalog, caller, &request).await?;
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;
         }
@@ -129,12 +132,17 @@ impl Calls {
             let undelivered = is_candidate
                 .then(|| self.undelivered_request(&catalog, caller, &tool, &call))
                 .flatten();
-            Ok((tool, call, undelivered))
+            Ok((call, undelivered))
         });
-        let (tool, mut call, undelivered) = match drafted {
+        let (mut call, undelivered) = match drafted {
             Ok(drafted) => drafted,
             Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
         };
+        let decision = match catalog.decides_by_arguments(&call.project) {
+            true => decide_call(&catalog, caller, &call),
+            false => decision,
+        };
+        let ask = self.enforce_unless_asked(caller, &call, decision).await?;
         if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
         }
@@ -145,7 +153,7 @@ impl Calls {
         }
         let mut approval = None;
         // A call that waits for its predecessor is checked again when its turn comes.
-        if let Some(ask) = self.authorize_arguments(&catalog, caller, &tool, &call).await?
+        if let Some(ask) = ask
             && call.hold == Some(Hold::Queue)
         {
             let siblings = membership.siblings.as_ref();
@@ -159,7 +167,35 @@ impl Calls {
     }
 }
 
+/// Decides about a call whose arguments are validated.
+pub(crate) fn decide_call(catalog: &Catalog, caller: &Caller, call: &Call) -> AccessDecision {
+    let request = AccessRequest {
+        args: Some(&call.target.args),
+        run_id: Some(&call.run_id),
+        now_ms: call.created_ms,
+        ..AccessRequest::named(&call.tool_name)
+    };
+    catalog.authorize(caller, RuleAction::Invoke, &request)
+}
+
 impl Calls {
+    /// Decides about a request whose arguments are not validated. Refuses it if no arguments can
+    /// make it allowed.
+    async fn authorize_unvalidated(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        request: &CallRequest,
+    ) -> Result<AccessDecision, Error> {
+        let access =
+            AccessRequest { run_id: Some(&request.run_id), ..AccessRequest::named(&request.tool) };
+        let decision = catalog.authorize(caller, RuleAction::Invoke, &access);
+        if decision.is_denied() {
+            self.registry.enforce_decision(caller, &request.tool, decision.clone()).await?;
+        }
+        Ok(decision)
+    }
+
     /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.
     pub(crate) async fn prepare_schemas(
         &self,

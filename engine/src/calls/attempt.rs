@@ -129,6 +129,8 @@ impl Dispatcher {
             project: call.project.clone(),
             run_id: call.run_id.clone(),
             agent: call.origin.agent.clone(),
+            auth_method: call.origin.auth_method,
+            attributes: call.origin.attributes.clone(),
             number: call.attempt,
             tool: call.target.tool.clone(),
             effect: call.target.effect,

@@ -101,7 +101,7 @@ impl Calls {
             let message = "a provider's key cannot cancel calls";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let call = self.call(caller, id).await?;
+        let call = self.find_controllable_call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
         if let Some(replacement) = call.replaced_by().filter(|_| !call.status.is_terminal()) {
             // It executes this call; if it has ended by itself, this call has its outcome.
@@ -118,7 +118,7 @@ impl Calls {
         id: &CallId,
         fault: Fault,
     ) -> Result<Arc<Call>, Error> {
-        let call = self.call(caller, id).await?;
+        let call = self.find_controllable_call(caller, id).await?;
         let event = Event::Abort { fault };
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
@@ -138,9 +138,30 @@ impl Calls {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         elicitation::check_answers_size(&answers)?;
-        let call = self.call(caller, id).await?;
+        let call = self.find_controllable_call(caller, id).await?;
         let event = Event::InputProvided { by: caller.agent.clone(), answers };
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
+    }
+}
+
+impl Calls {
+    /// Returns a call that the caller may stop or answer. To a caller that may only read it, the
+    /// refusal says so; to others, the call does not exist.
+    async fn find_controllable_call(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+    ) -> Result<Arc<Call>, Error> {
+        let call = self.dispatcher.find_project_call(caller, id).await?;
+        let catalog = self.registry.catalog();
+        if catalog.may_cancel_call(caller, &call) {
+            return Ok(call);
+        }
+        if catalog.may_read_call(caller, &call) {
+            let message = format!("call \"{id}\" belongs to another caller");
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        Err(call_not_found(id))
     }
 }
 
@@ -214,7 +235,19 @@ impl Dispatcher {
         Err(Error::refused(Code::PermissionDenied, message))
     }
 
-    /// Returns a call of the caller's project, from memory or from the store.
+    /// Returns a call that the caller may read.
+    pub(crate) async fn find_readable_call(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+    ) -> Result<Arc<Call>, Error> {
+        let call = self.find_project_call(caller, id).await?;
+        // A call that the caller may not read is answered exactly as one that does not exist.
+        let may_read = self.registry.catalog().may_read_call(caller, &call);
+        may_read.then_some(call).ok_or_else(|| call_not_found(id))
+    }
+
+    /// Returns a call of the caller's project, from memory or from the store, whoever made it.
     pub(crate) async fn find_project_call(
         &self,
         caller: &Caller,

@@ -35,10 +35,8 @@ impl Dispatcher {
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in alternates {
-            let request = AccessRequest::named(&alternate.tool);
-            let decision = catalog.authorize(caller, RuleAction::Invoke, &request);
             // A fallback that needs an approval waits for it when its turn comes.
-            let allowed = !decision.is_denied();
+            let allowed = catalog.may_call(caller, &alternate.tool);
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
             let by_client = other.definition.executor == Executor::CLIENT;
@@ -58,7 +56,10 @@ impl Dispatcher {
                     fit_to_schema(&other, given, &[], max_bytes)
                 }
             };
-            if let Ok(args) = fitting {
+            let Ok(args) = fitting else { continue };
+            let (args_known, run_id) = (Some(&args), Some(call.run_id.as_str()));
+            let request = AccessRequest { args: args_known, run_id, ..AccessRequest::of(&other) };
+            if catalog.authorize(caller, RuleAction::Invoke, &request).is_allowed() {
                 targets.push(self.build_target(&other, args));
             }
         }

@@ -3,6 +3,7 @@
 //! A wait subscribes first and then reads, so it misses no wake-up between the two. It also polls
 //! at an interval, so a lost wake-up costs a little time and nothing else.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::calls::Calls;
@@ -22,6 +23,9 @@ const PAGE_BYTES: usize = 16 << 20;
 
 /// Interval at which a waiter polls the store when no wake-up arrives.
 const CALL_POLL_MS: u64 = 2_000;
+
+/// Maximum number of stored pages that are read for one page of readable calls.
+const MAX_FILTERED_PAGES: usize = 10;
 
 /// Filter for a list of calls.
 #[derive(Debug, Clone, Default)]
@@ -115,13 +119,14 @@ impl Calls {
         caller: &Caller,
         id: &CallId,
     ) -> Result<Option<EventRecord>, Error> {
+        self.call(caller, id).await?;
         let read = self.core.store.last_record(&caller.project, id, EventKind::Progress).await;
         read.map_err(from_store_error)
     }
 
-    /// Returns one call.
+    /// Returns one call. A call that the caller may not read is answered like an unknown one.
     pub async fn call(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
-        self.dispatcher.find_project_call(caller, id).await
+        self.dispatcher.find_readable_call(caller, id).await
     }
 
     /// Returns a ticket for a call, to wait for it.
@@ -151,7 +156,8 @@ impl Calls {
             CallRef::Ticket(ticket) => (&ticket.call.id, ticket.open_call.clone()),
             CallRef::Id(id) => {
                 let open_call = self.dispatcher.open_calls.get(id);
-                (id, open_call.filter(|open| open.call().project == caller.project))
+                let catalog = self.registry.catalog();
+                (id, open_call.filter(|open| catalog.may_read_call(caller, &open.call())))
             }
         };
         let limit_ms = match until {
@@ -235,8 +241,30 @@ impl Calls {
         }
     }
 
-    /// Returns a page of the project's calls, newest first.
-    pub async fn calls(&self, caller: &Caller, query: CallQuery) -> Result<CallPage, Error> {
+    /// Returns a page of the project's calls that the caller may read, newest first.
+    pub async fn calls(&self, caller: &Caller, mut query: CallQuery) -> Result<CallPage, Error> {
+        let catalog = self.registry.catalog();
+        if catalog.may_read_all_calls(caller) {
+            return self.list_project_calls(caller, query).await;
+        }
+        // The store does not know the rules, so pages are read until one has a readable call. A
+        // page may be short; its cursor continues where it ended.
+        for _ in 0..MAX_FILTERED_PAGES {
+            let mut page = self.list_project_calls(caller, query.clone()).await?;
+            page.calls.retain(|call| catalog.may_read_call(caller, call));
+            if !page.calls.is_empty() || page.next_before.is_none() {
+                return Ok(page);
+            }
+            query.before = page.next_before;
+        }
+        Ok(CallPage { calls: Vec::new(), next_before: query.before })
+    }
+
+    async fn list_project_calls(
+        &self,
+        caller: &Caller,
+        query: CallQuery,
+    ) -> Result<CallPage, Error> {
         let limit = query.limit.clamp(1, 200);
         let filter = CallFilter {
             project: caller.project.clone(),
@@ -274,7 +302,7 @@ impl Calls {
         &self,
         caller: &Caller,
         query: &EventQuery,
-        after: u64,
+        mut after: u64,
         limit: usize,
     ) -> Result<Vec<CallEvent>, Error> {
         let project = caller.project.clone();
@@ -295,7 +323,13 @@ impl Calls {
                 _ => false,
             };
             let read = self.core.store.events(scope.clone(), after, limit).await;
-            let events = read.map_err(from_store_error)?;
+            let mut events = read.map_err(from_store_error)?;
+            let last = events.last().map(|event| event.number);
+            self.retain_readable(caller, &mut events, |event| Some(event.call_id.clone())).await?;
+            if let Some(last) = last.filter(|_| events.is_empty()) {
+                after = last;
+                continue;
+            }
             for event in events.iter().filter(|event| event.record.kind.is_terminal()) {
                 self.wait_until_visible(&event.call_id, |call| call.status.is_terminal()).await;
             }
@@ -319,6 +353,34 @@ impl Calls {
 }
 
 impl Calls {
+    /// Removes the items of calls that the caller may not read. `call_of` returns the call of an
+    /// item; an item without one stays.
+    pub(crate) async fn retain_readable<T>(
+        &self,
+        caller: &Caller,
+        items: &mut Vec<T>,
+        call_of: impl Fn(&T) -> Option<CallId>,
+    ) -> Result<(), Error> {
+        if self.registry.catalog().may_read_all_calls(caller) {
+            return Ok(());
+        }
+        let mut readable: HashMap<CallId, bool> = HashMap::new();
+        let ids: Vec<CallId> = items.iter().filter_map(&call_of).collect();
+        for id in ids {
+            if !readable.contains_key(&id) {
+                let found = self.call(caller, &id).await;
+                if let Err(error) = &found
+                    && error.code() != Code::NotFound
+                {
+                    return found.map(|_| ());
+                }
+                readable.insert(id, found.is_ok());
+            }
+        }
+        items.retain(|item| call_of(item).is_none_or(|id| readable.get(&id) == Some(&true)));
+        Ok(())
+    }
+
     /// Waits until the state in memory has caught up with the store. A call is stored a moment
     /// before its new state is visible; a caller that saw the stored state must not read an older
     /// one afterwards.

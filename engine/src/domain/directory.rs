@@ -5,12 +5,14 @@
 //! change names the version it was decided on; if another writer committed first, the change is
 //! decided again.
 
+pub mod audit;
 pub mod credential;
 use crate::domain::access_rules::{AccessRule, RuleSetChange, RuleSetVersion};
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
 use crate::domain::utp::AgentEntry;
 
+pub use audit::AuditEntry;
 pub use credential::{ApiKey, KeyAttributes, SessionToken};
 
 /// A program that provides tools.
@@ -215,25 +217,4 @@ pub enum UnlistedTools {
     Keep,
     /// The client no longer provides them.
     Withdraw,
-}
-
-/// An entry of the audit log.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AuditEntry {
-    /// Time of the action, in Unix milliseconds.
-    pub at_ms: u64,
-    /// Id of the project that the action concerns.
-    pub project: String,
-    /// Agent name of the caller, or the name of the upstream that changed its tools.
-    pub agent: String,
-    /// The kind of change or decision: `call.denied`, `key.created`, `key.rotated`, `key.revoked`,
-    /// `key.expired`, `session_token.created`, `session_token.revoked`, `sign_in`,
-    /// `sign_in.failed`, `rule.set`,
-    /// `rule.removed`, `client.adopted`, `tool.set`, `tool.removed`, `upstream.set`,
-    /// `upstream.removed`, `upstream.tools`.
-    pub action: String,
-    /// The subject of the action: a tool, a key's id, a pattern.
-    pub subject: String,
-    /// Reason or details in words; may be empty.
-    pub reason: String,
 }

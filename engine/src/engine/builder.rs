@@ -49,6 +49,7 @@ pub struct EngineBuilder {
     policies: ExecutionPolicies,
     approval_settings: ApprovalSettings,
     retention_ms: Option<u64>,
+    audit_retention_ms: Option<u64>,
     publishes_outbox: bool,
     has_result_read: bool,
     webhook_sender: Option<Arc<dyn WebhookSender>>,
@@ -172,6 +173,12 @@ impl EngineBuilder {
         self
     }
 
+    /// Sets the time after which audit entries are deleted. By default they are never deleted.
+    pub fn audit_retention_ms(mut self, retention_ms: u64) -> Self {
+        self.audit_retention_ms = Some(retention_ms);
+        self
+    }
+
     /// Declares that a publisher drains the outbox. Only then are wake-ups written to it.
     pub fn publishes_outbox(mut self, publishes: bool) -> Self {
         self.publishes_outbox = publishes;
@@ -193,7 +200,7 @@ impl EngineBuilder {
 
     /// Builds an engine that adopts the store's open calls and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
-        let retention_ms = self.retention_ms;
+        let (retention_ms, audit_retention_ms) = (self.retention_ms, self.audit_retention_ms);
         engine_metrics::register_counters();
         let engine = self.build_idle().await?;
         // Before the first request, which may repeat one that an earlier process received.
@@ -201,6 +208,10 @@ impl EngineBuilder {
         engine.approvals.load().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
         spawn_reconcilers(&engine, retention_ms);
+        if let Some(retention_ms) = audit_retention_ms {
+            let pruning = maintenance::audit_retention::run(engine.core.clone(), retention_ms);
+            engine.core.tasks.spawn(pruning);
+        }
         Ok(engine)
     }
 

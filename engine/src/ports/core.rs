@@ -17,7 +17,7 @@ use crate::domain::call::approval::DEFAULT_EXPIRES_IN_MS;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::retry::{ExecutionPolicy, ExecutionPolicyPatch};
-use crate::domain::tool::Fallback;
+use crate::domain::tool::{Fallback, Risk};
 
 /// Limits on everything that can grow without bound.
 #[derive(Debug, Clone)]
@@ -89,6 +89,8 @@ pub struct ToolOverride {
     pub policy: ExecutionPolicyPatch,
     /// Fallback tools, in order; an empty list leaves those of the definition.
     pub fallback: Vec<Fallback>,
+    /// Risk in place of the definition's.
+    pub risk: Option<Risk>,
 }
 
 /// Settings of approvals.

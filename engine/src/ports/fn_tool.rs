@@ -19,6 +19,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
+use crate::domain::caller::{AuthMethod, CallerAttributes};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
@@ -38,6 +39,10 @@ pub struct ToolContext {
     pub run_id: String,
     /// Agent that made the call.
     pub agent: String,
+    /// Method that authenticated the agent.
+    pub auth_method: AuthMethod,
+    /// User, session and other attributes of the agent.
+    pub attributes: Arc<CallerAttributes>,
     /// Number of the attempt within the call, from 1.
     pub attempt: u32,
     /// Deadline of the call, in Unix milliseconds.
@@ -241,6 +246,8 @@ impl Source for BuiltinSource {
             project: attempt.project,
             run_id: attempt.run_id,
             agent: attempt.agent,
+            auth_method: attempt.auth_method,
+            attributes: attempt.attributes,
             attempt: attempt.number,
             deadline_ms: attempt.deadline_ms,
             traceparent: attempt.traceparent,

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::domain::call::Call;
 use crate::domain::call::elicitation::{Elicitation, ElicitationRequest};
+use crate::domain::caller::{AuthMethod, CallerAttributes};
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::Fault;
 use crate::domain::id::CallId;
@@ -30,6 +31,10 @@ pub struct Attempt {
     pub run_id: String,
     /// Agent that made the call.
     pub agent: String,
+    /// Method that authenticated the agent.
+    pub auth_method: AuthMethod,
+    /// Attributes of the agent.
+    pub attributes: Arc<CallerAttributes>,
     /// Number of the attempt within the call, from 1.
     pub number: u32,
     /// Name of the tool to execute: the requested one or a fallback.

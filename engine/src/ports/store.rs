@@ -5,6 +5,7 @@
 //! crate `toolcrib-store`.
 
 pub mod approvals;
+pub mod audit;
 pub mod credentials;
 mod memory;
 pub mod rule_history;
@@ -23,6 +24,7 @@ use crate::domain::event::{CallEvent, EventKind, EventRecord};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 
+use audit::{AuditFilter, AuditOrder};
 pub use memory::MemoryStore;
 
 /// The reason why a store operation failed.
@@ -316,7 +318,7 @@ pub trait Store: Send + Sync + 'static {
 
     /// Deletes up to `limit` calls that ended before this time, with everything that belongs to
     /// them; and up to as many of each other kind: tool definitions of runs last changed before it
-    /// and without calls, runs that ended before it, audit log entries older than it.
+    /// and without calls, runs that ended before it.
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<PurgeResult, StoreError>;
 
     /// Returns the version of the directory.
@@ -340,12 +342,19 @@ pub trait Store: Send + Sync + 'static {
     /// Appends an entry to the audit log.
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError>;
 
-    /// Returns the audit log, newest first.
+    /// Returns the entries of the audit log, newest first.
     async fn audit_log(
         &self,
         project: Option<String>,
         limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError>;
+    ) -> Result<Vec<AuditEntry>, StoreError> {
+        let order = AuditOrder::NewestFirst { before: u64::MAX };
+        let rows = self.audit().audit_rows(AuditFilter { project, order, limit }).await?;
+        Ok(rows.into_iter().map(|row| row.entry).collect())
+    }
+
+    /// Returns the store of the audit log.
+    fn audit(&self) -> &dyn audit::AuditStore;
 
     /// Checks that the store can be read and written now.
     async fn check_health(&self) -> Result<(), StoreError>;

@@ -4,18 +4,20 @@
 //! The roles and the companion rule of `result.read` are decided here; the rules themselves are
 //! evaluated by the pure functions of [`crate::domain::access_rules`].
 
+use std::sync::Arc;
+
 use serde_json::json;
 
 use super::catalog::{Catalog, CatalogEntry, RESULT_READ};
-use crate::domain::access_rules::{
-    self, AccessDecision, AccessRule, AskDecision, Denial, RuleAction, RuleVerdict,
-};
+use crate::domain::access_rules::{self, AccessDecision, Denial, RuleAction};
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::engine_metrics;
 use crate::ports::core::from_store_error;
 use crate::registry::Registry;
+use crate::registry::rules::compiled_rule::{RuleCheck, RuleInput, ToolProperties};
+use crate::registry::rules::index::ProjectRuleIndex;
 
 /// The object of an access check.
 #[derive(Debug, Clone, Copy)]
@@ -46,82 +48,63 @@ impl<'a> AccessRequest<'a> {
 }
 
 impl Catalog {
-    /// Decides whether the caller may do this with a tool of this name, even if no such tool exists.
+    /// Decides whether the caller may do this with a tool of this name, even if no such tool
+    /// exists. Roles decide about everything but `list`, `invoke`, `read` and `cancel`; rules that
+    /// deny hold for them too.
     pub fn authorize(
         &self,
         caller: &Caller,
         action: RuleAction,
         request: &AccessRequest<'_>,
     ) -> AccessDecision {
-        if action == RuleAction::Invoke && !caller.may_invoke() {
-            let role = caller.roles;
-            return AccessDecision::Denied(Denial::without_rule(format!(
-                "a key with the role {role} cannot call tools"
-            )));
-        }
-        if caller.is_exempt_from_rules() {
-            return AccessDecision::Allowed;
-        }
-        let decision = self.evaluate(caller, action, request.tool);
-        let is_companion =
-            request.tool == RESULT_READ && self.shared_tools.contains_key(request.tool);
-        if let AccessDecision::Denied(Denial { rule_id: None, .. }) = decision
-            && action == RuleAction::Invoke
-            && is_companion
-            && self.allows_any(caller)
-        {
-            return AccessDecision::Allowed;
-        }
-        decision
+        let found = match request.entry {
+            Some(_) => None,
+            None => self.find(&caller.project, request.tool),
+        };
+        let properties = match request.entry.or(found.as_deref()) {
+            Some(entry) => ToolProperties::Known(entry),
+            None => ToolProperties::Unknown,
+        };
+        self.authorize_with(caller, action, request, properties)
     }
 
-    fn applicable<'a>(
-        &'a self,
+    pub(crate) fn authorize_with(
+        &self,
+        caller: &Caller,
+        action: RuleAction,
+        request: &AccessRequest<'_>,
+        properties: ToolProperties<'_>,
+    ) -> AccessDecision {
+        let input = self.rule_input(caller, action, request, properties);
+        let rules = self.rules.project(&caller.project).map(AsRef::as_ref);
+        decide(rules, input, self.is_companion(request.tool))
+    }
+
+    /// Returns true if the tool comes with all others: whoever may call any tool may call it.
+    pub(crate) fn is_companion(&self, tool: &str) -> bool {
+        tool == RESULT_READ && self.shared_tools.contains_key(tool)
+    }
+
+    pub(crate) fn rule_input<'a>(
+        &self,
         caller: &'a Caller,
         action: RuleAction,
-    ) -> impl Iterator<Item = &'a AccessRule> {
-        self.directory.rules.iter().filter(move |rule| {
-            let matches = |list: &[String], value: &str| {
-                list.is_empty() || list.iter().any(|p| access_rules::pattern_matches(p, value))
-            };
-            rule.project == caller.project
-                && matches(&rule.agents, &caller.agent)
-                && rule.effective_actions().contains(&action)
-                && (rule.when.is_none() || rule.verdict != RuleVerdict::Allow)
-        })
-    }
-
-    fn evaluate(&self, caller: &Caller, action: RuleAction, tool: &str) -> AccessDecision {
-        let about = |rule: &&AccessRule| {
-            rule.tools.is_empty()
-                || rule.tools.iter().any(|p| access_rules::pattern_matches(p, tool))
-        };
-        let project = &caller.project;
-        match self.applicable(caller, action).filter(about).min_by_key(|rule| rule.verdict) {
-            Some(rule) if rule.verdict == RuleVerdict::Deny => AccessDecision::Denied(Denial {
-                rule_id: Some(rule.id.clone()),
-                reason: format!("rule \"{}\" of project \"{project}\" denies it", rule.id),
-            }),
-            Some(rule) if rule.verdict == RuleVerdict::Ask => {
-                AccessDecision::Ask(Box::new(AskDecision {
-                    rule_id: rule.id.clone(),
-                    reason: format!("rule \"{}\" requires an approval", rule.id),
-                    approvers: rule.approvers.clone(),
-                    expires_in_ms: rule.expires_in_ms,
-                }))
+        request: &AccessRequest<'a>,
+        properties: ToolProperties<'a>,
+    ) -> RuleInput<'a> {
+        let now_ms = match request.now_ms {
+            0 if self.rules.uses_now(&caller.project) => {
+                self.clock.as_ref().map_or(0, |clock| clock.wall_ms())
             }
-            Some(_) => AccessDecision::Allowed,
-            None if !caller.needs_allowing_rule() => AccessDecision::Allowed,
-            None => AccessDecision::Denied(Denial::without_rule(format!(
-                "no rule of project \"{project}\" allows it to agent \"{}\"",
-                caller.agent
-            ))),
-        }
+            now_ms => now_ms,
+        };
+        let &AccessRequest { tool, args, run_id, .. } = request;
+        RuleInput { caller, action, tool, properties, args, run_id, now_ms }
     }
 
-    fn allows_any(&self, caller: &Caller) -> bool {
-        let mut rules = self.applicable(caller, RuleAction::Invoke);
-        rules.any(|rule| rule.verdict == RuleVerdict::Allow)
+    /// Returns true if the decision about a call in this project can depend on its arguments.
+    pub(crate) fn decides_by_arguments(&self, project: &str) -> bool {
+        self.rules.uses_args(project)
     }
 
     /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
@@ -140,8 +123,7 @@ impl Catalog {
     /// rule that denies the name forbids it. No rule needs to allow the name, because Toolcrib
     /// executes nothing for it; whether such a tool exists is irrelevant.
     pub(crate) fn authorize_reported_call(&self, caller: &Caller, tool: &str) -> AccessDecision {
-        let decision = self.authorize(caller, RuleAction::Invoke, &AccessRequest::named(tool));
-        match decision {
+        match self.authorize_name(caller, RuleAction::Invoke, tool) {
             AccessDecision::Denied(Denial { rule_id: None, .. }) if caller.may_invoke() => {
                 AccessDecision::Allowed
             }
@@ -149,6 +131,74 @@ impl Catalog {
             decision => decision,
         }
     }
+}
+
+impl Catalog {
+    /// Decides about a name that is no tool of the catalog, such as a prompt of an upstream.
+    pub(crate) fn authorize_name(
+        &self,
+        caller: &Caller,
+        action: RuleAction,
+        name: &str,
+    ) -> AccessDecision {
+        self.authorize_with(caller, action, &AccessRequest::named(name), ToolProperties::None)
+    }
+}
+
+/// Decides a request by the given rules.
+pub(crate) fn decide(
+    rules: Option<&ProjectRuleIndex>,
+    input: RuleInput<'_>,
+    is_companion: bool,
+) -> AccessDecision {
+    let RuleInput { caller, action, tool, .. } = input;
+    let is_use = matches!(action, RuleAction::List | RuleAction::Invoke);
+    if is_use && !caller.may_invoke() {
+        let role = caller.roles;
+        return AccessDecision::Denied(Denial::without_rule(format!(
+            "a key with the role {role} cannot call tools"
+        )));
+    }
+    if caller.is_exempt_from_rules() {
+        return AccessDecision::Allowed;
+    }
+    if is_use && !is_companion && !is_within_credentials(caller, tool) {
+        let reason = "the caller's credentials are limited to other tools";
+        return AccessDecision::Denied(Denial::without_rule(reason));
+    }
+    let Some(rules) = rules else { return decide_without_rule(caller, action) };
+    let check = RuleCheck::new(input);
+    if let Some((decision, _)) = rules.decide(&check) {
+        return decision;
+    }
+    if action == RuleAction::Invoke && is_companion && rules.allows_any(caller) {
+        return AccessDecision::Allowed;
+    }
+    decide_without_rule(caller, action)
+}
+
+/// Returns true if the caller's credentials are not limited to other tools.
+fn is_within_credentials(caller: &Caller, tool: &str) -> bool {
+    let limit = caller.attributes.tools.as_ref();
+    limit.is_none_or(|patterns| patterns.iter().any(|p| access_rules::pattern_matches(p, tool)))
+}
+
+/// Returns the decision that holds if no rule matches.
+fn decide_without_rule(caller: &Caller, action: RuleAction) -> AccessDecision {
+    let needs_rule = match action {
+        RuleAction::List | RuleAction::Invoke => caller.needs_allowing_rule(),
+        RuleAction::Read => caller.needs_allowing_rule() && !caller.may_read_all_calls(),
+        RuleAction::Cancel => caller.needs_allowing_rule(),
+        // The roles have decided.
+        RuleAction::Approve | RuleAction::Register | RuleAction::Administer => false,
+    };
+    if !needs_rule {
+        return AccessDecision::Allowed;
+    }
+    AccessDecision::Denied(Denial::without_rule(format!(
+        "no rule of project \"{}\" allows it to agent \"{}\"",
+        caller.project, caller.agent
+    )))
 }
 
 impl Registry {
@@ -170,7 +220,51 @@ impl Registry {
     /// Returns true if the access rules allow the caller to use this name, be it a tool or another
     /// feature of an upstream.
     pub fn is_allowed(&self, caller: &Caller, name: &str) -> bool {
-        self.catalog().may_call(caller, name)
+        !self.catalog().authorize_name(caller, RuleAction::Invoke, name).is_denied()
+    }
+
+    /// Refuses to register tools that a rule denies to this provider. The denial is audited.
+    pub(crate) async fn check_registration_rules(
+        &self,
+        caller: &Caller,
+        tools: &[Arc<CatalogEntry>],
+    ) -> Result<(), Error> {
+        let catalog = self.catalog();
+        for entry in tools {
+            let request = AccessRequest::of(entry);
+            let decision = catalog.authorize(caller, RuleAction::Register, &request);
+            let AccessDecision::Denied(Denial { rule_id, reason }) = decision else { continue };
+            let tool = &entry.definition.name;
+            let audited = self.audit_entry(caller, &caller.project, "tool.denied", tool, &reason);
+            self.core.store.append_audit_entry(audited).await.map_err(from_store_error)?;
+            let agent = &caller.agent;
+            let message = format!("agent \"{agent}\" may not register \"{tool}\": {reason}");
+            let detail = json!({
+                "agent": agent, "tool": tool, "rule_id": rule_id, "reason": reason,
+            });
+            let fault = Fault::new(Code::PermissionDenied, message).with_detail(detail);
+            return Err(fault.without_side_effect().into());
+        }
+        Ok(())
+    }
+
+    /// Refuses an operation that the caller's role permits and a rule denies.
+    pub(crate) fn check_action(
+        &self,
+        caller: &Caller,
+        action: RuleAction,
+        name: &str,
+    ) -> Result<(), Error> {
+        match self.catalog().authorize_name(caller, action, name) {
+            AccessDecision::Denied(Denial { rule_id, reason }) => {
+                let (agent, word) = (&caller.agent, action.as_str());
+                let message = format!("agent \"{agent}\" may not {word}: {reason}");
+                let detail = json!({ "agent": agent, "rule_id": rule_id, "reason": reason });
+                let fault = Fault::new(Code::PermissionDenied, message).with_detail(detail);
+                Err(fault.without_side_effect().into())
+            }
+            AccessDecision::Allowed | AccessDecision::Ask(_) => Ok(()),
+        }
     }
 
     /// Checks that the caller may call the tool. A denial is audited and returned with its reason.
@@ -197,10 +291,13 @@ impl Registry {
                 return Ok(());
             }
             // The call is stored and waits for the approval.
-            AccessDecision::Ask(_) => return Ok(()),
+            AccessDecision::Ask(_) => {
+                engine_metrics::count_asked();
+                return Ok(());
+            }
             AccessDecision::Denied(denial) => denial,
         };
-        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
+        engine_metrics::count_denied();
         let excerpt: String = tool.chars().take(128).collect();
         let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, &reason);
         self.core.store.append_audit_entry(entry).await.map_err(from_store_error)?;

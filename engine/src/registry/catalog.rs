@@ -18,11 +18,13 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
 use crate::domain::tool::args::ArgumentRules;
-use crate::domain::tool::{ToolDefinition, check_tool_name};
+use crate::domain::tool::{Risk, ToolDefinition, check_tool_name};
 use crate::ports::bus::Topic;
-use crate::ports::core::from_store_error;
+use crate::ports::clock::Clock;
+use crate::ports::core::{ExecutionPolicies, from_store_error};
 use crate::ports::store::SaveResult;
 use crate::registry::credentials::CredentialIndex;
+use crate::registry::rules::index::RuleIndex;
 use crate::registry::{Registry, model_tool_names};
 use crate::schema::{self, CompileBudget, Schema};
 
@@ -30,7 +32,7 @@ use crate::schema::{self, CompileBudget, Schema};
 pub const RESULT_READ: &str = "result.read";
 
 /// A tool with its compiled schemas, ready to be called.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct CatalogEntry {
     /// The tool's definition as registered.
     pub definition: ToolDefinition,
@@ -42,6 +44,8 @@ pub struct CatalogEntry {
     pub output_schema: Option<Schema>,
     /// Argument rules of the definition.
     pub rules: Option<ArgumentRules>,
+    /// Risk of the tool: the operator's value, else the definition's.
+    pub risk: Risk,
 }
 
 impl CatalogEntry {
@@ -76,6 +80,7 @@ impl CatalogEntry {
         let output = output.map_err(|error| refused("output_schema", error))?;
         Ok(Self {
             version: definition.version(),
+            risk: definition.risk,
             definition,
             input_schema: input,
             output_schema: output,
@@ -90,6 +95,7 @@ impl CatalogEntry {
         let output = definition.output_schema.clone();
         Self {
             version: definition.version(),
+            risk: definition.risk,
             input_schema: Schema::deferred(project, executed),
             output_schema: output.map(|schema| Schema::deferred(project, schema)),
             rules,
@@ -137,6 +143,11 @@ pub struct Catalog {
     /// Project and agent of the active keys whose requests never join an earlier call.
     agents_without_rejoin: HashSet<(String, String)>,
     pub(super) directory: Directory,
+    pub(super) rules: RuleIndex,
+    /// Risks that the operator set, by tool.
+    risks: Arc<HashMap<String, Risk>>,
+    /// Tells the time to conditions of rules.
+    pub(super) clock: Option<Arc<dyn Clock>>,
     /// Tools by the names that models use. Built at the first lookup by such a name.
     by_model_name: OnceLock<NameMap<Vec<Arc<CatalogEntry>>>>,
 }
@@ -146,12 +157,38 @@ impl Catalog {
         Self { shared_tools: shared.into_iter().collect(), ..Self::default() }
     }
 
+    /// Sets the clock of conditions, and the risks that the operator set for tools.
+    pub(crate) fn with_settings(self, clock: Arc<dyn Clock>, policies: &ExecutionPolicies) -> Self {
+        let tools = policies.tools.iter();
+        let risks = tools.filter_map(|(name, over)| Some((name.clone(), over.risk?))).collect();
+        let mut next = Self { clock: Some(clock), risks: Arc::new(risks), ..self };
+        let shared = std::mem::take(&mut next.shared_tools).into_iter();
+        next.shared_tools = shared.map(|(name, entry)| (name, next.with_risk(entry))).collect();
+        next
+    }
+
+    /// Returns the entry with the risk that the operator set for its tool.
+    fn with_risk(&self, entry: Arc<CatalogEntry>) -> Arc<CatalogEntry> {
+        match self.risks.get(&entry.definition.name) {
+            Some(risk) if *risk != entry.risk => {
+                Arc::new(CatalogEntry { risk: *risk, ..entry.as_ref().clone() })
+            }
+            _ => entry,
+        }
+    }
+
     /// Builds the next version and reuses existing entries, and those that a request has just
     /// compiled.
     pub(crate) fn rebuild(&self, directory: Directory, compiled: &[Arc<CatalogEntry>]) -> Self {
         let compiled: HashMap<&str, &Arc<CatalogEntry>> =
             compiled.iter().map(|entry| (entry.definition.name.as_str(), entry)).collect();
-        let mut next = Self { shared_tools: self.shared_tools.clone(), ..Self::default() };
+        let mut next = Self {
+            shared_tools: self.shared_tools.clone(),
+            rules: self.rules.rebuild(&directory.rules),
+            risks: self.risks.clone(),
+            clock: self.clock.clone(),
+            ..Self::default()
+        };
         for definition in &directory.tools {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
@@ -164,6 +201,7 @@ impl Catalog {
                 Some(entry) => entry.clone(),
                 None => Arc::new(CatalogEntry::deferred(definition.clone())),
             };
+            let entry = self.with_risk(entry);
             next.project_tools.insert(project, name, entry);
         }
         for offer in &directory.offers {
@@ -366,6 +404,7 @@ impl Registry {
         self.adopt_client(caller, &registration.client_id).await?;
         let compiled = compile_definitions(&caller.project, registration.tools.clone()).await;
         let compiled = compiled.map_err(|(_, error)| error)?;
+        self.check_registration_rules(caller, &compiled).await?;
         self.change_directory_with(&compiled, |catalog| {
             registration_checks::check_registration(
                 catalog,

@@ -65,8 +65,6 @@ pub struct Credentials<'a> {
     pub session: Option<&'a str>,
     /// Address of the connection's other end, if there is a connection.
     pub peer: Option<IpAddr>,
-    /// Transport of the request, such as `http`; for the audit log.
-    pub transport: &'static str,
 }
 
 impl<'a> Credentials<'a> {
@@ -258,13 +256,21 @@ impl Registry {
     ) -> Result<AuthenticatedCaller, Error> {
         let bearer = self.find_bearer(credentials).map_err(|refused| {
             self.record_failed_sign_in(credentials, &refused);
-            let message = "these credentials are not valid: the key or token is unknown, has \
-                           expired or was revoked, or it may not be used from your address";
-            Error::refused(Code::Unauthenticated, message)
+            invalid_credentials()
         })?;
         let authenticated = assert_attributes(bearer, credentials)?;
-        self.record_sign_in(credentials, &authenticated.caller);
+        self.record_sign_in(&authenticated.caller);
         Ok(authenticated)
+    }
+
+    /// Returns the caller that the credentials of an open stream or wait authenticate now. Unlike
+    /// [`authenticate`](Self::authenticate), this is no sign-in for the audit log.
+    pub fn authenticate_again(
+        &self,
+        credentials: &Credentials<'_>,
+    ) -> Result<AuthenticatedCaller, Error> {
+        let bearer = self.find_bearer(credentials).map_err(|_| invalid_credentials())?;
+        assert_attributes(bearer, credentials)
     }
 
     fn find_bearer(&self, credentials: &Credentials<'_>) -> Result<Bearer, RefusedCredential> {
@@ -336,6 +342,12 @@ impl Registry {
         self.authenticator.is_some()
             || catalog.credentials.active_keys(self.credential_time_ms()).any(is_admin)
     }
+}
+
+fn invalid_credentials() -> Error {
+    let message = "these credentials are not valid: the key or token is unknown, has expired or was \
+                   revoked, or it may not be used from your address";
+    Error::refused(Code::Unauthenticated, message)
 }
 
 /// Adds the asserted attributes to the caller.

@@ -2,12 +2,11 @@
 
 use serde_json::json;
 
-use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
+use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, check_pattern};
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role, RoleSet};
 use crate::domain::directory::credential::{check_attribute_name, parse_network};
-use crate::domain::directory::{ApiKey, AuditEntry, DirectoryChange, KeyAttributes};
+use crate::domain::directory::{ApiKey, DirectoryChange, KeyAttributes};
 use crate::domain::fault::{Code, Error, Fault};
-use crate::ports::core::from_store_error;
 use crate::registry::credentials::secret_digest;
 use crate::registry::{Admin, Catalog, Registry};
 
@@ -105,7 +104,7 @@ impl Registry {
     ) -> Result<(), Error> {
         let is_own_project = project.is_none_or(|project| project == caller.project);
         if caller.may_administer() && (is_own_project || caller.spans_projects()) {
-            return Ok(());
+            return self.check_action(caller, RuleAction::Administer, "");
         }
         let message = if caller.may_administer() {
             format!("this key administers project \"{}\" only", caller.project)
@@ -113,26 +112,6 @@ impl Registry {
             format!("a key with the role {} cannot do this", caller.roles)
         };
         Err(Error::refused(Code::PermissionDenied, message))
-    }
-}
-
-impl Registry {
-    pub(crate) fn audit_entry(
-        &self,
-        caller: &Caller,
-        project: &str,
-        action: &str,
-        subject: &str,
-        reason: &str,
-    ) -> AuditEntry {
-        AuditEntry {
-            at_ms: self.core.clock.wall_ms(),
-            project: project.to_owned(),
-            agent: caller.agent.clone(),
-            action: action.to_owned(),
-            subject: subject.to_owned(),
-            reason: reason.to_owned(),
-        }
     }
 }
 
@@ -313,13 +292,6 @@ impl Admin {
             self.registry.change_directory(|_| Ok((change.clone(), None))).await?;
         }
         self.registry.record_time_if_due().await
-    }
-
-    /// Returns denied requests and administrative changes, newest first.
-    pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
-        self.registry.require_auditor(caller)?;
-        let project = Some(caller.project.clone());
-        self.core.store.audit_log(project, limit).await.map_err(from_store_error)
     }
 }
 

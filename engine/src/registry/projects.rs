@@ -108,6 +108,7 @@ impl Registry {
         }
         let compiled = compile_definitions(&caller.project, tools.clone()).await;
         let compiled = compiled.map_err(|(_, error)| into_bad_request(error))?;
+        self.check_registration_rules(caller, &compiled).await?;
         let limit = self.core.limits.max_tools_per_project;
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();

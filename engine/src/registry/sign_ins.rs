@@ -7,6 +7,7 @@ use std::net::IpAddr;
 
 use parking_lot::Mutex;
 
+use super::audit::current_origin;
 use super::credentials::{Credentials, RefusedCredential};
 use crate::domain::caller::Caller;
 use crate::domain::directory::AuditEntry;
@@ -58,7 +59,7 @@ impl FailureWindow {
 
 impl Registry {
     /// Records the first use of a credential since the start.
-    pub(super) fn record_sign_in(&self, credentials: &Credentials<'_>, caller: &Caller) {
+    pub(super) fn record_sign_in(&self, caller: &Caller) {
         let credential = caller.attributes.credential.as_deref();
         let mut seen = self.sign_ins.seen.lock();
         let is_known = match credential {
@@ -74,8 +75,8 @@ impl Registry {
         seen.insert(credential.map_or_else(|| issued_name(caller), str::to_owned));
         drop(seen);
         let subject = credential.unwrap_or(&caller.agent);
-        let reason = format!("first use since the start, {}", describe_origin(credentials));
-        self.append_sign_in(self.audit_entry(caller, &caller.project, "sign_in", subject, &reason));
+        let reason = "first use since the start";
+        self.append_sign_in(self.audit_entry(caller, &caller.project, "sign_in", subject, reason));
     }
 
     /// Records refused credentials.
@@ -88,7 +89,7 @@ impl Registry {
         let now_ms = self.core.now_ms();
         let counted = self.sign_ins.failures.lock().count(credentials.peer, now_ms);
         let Some(omitted) = counted else { return };
-        let mut reason = format!("{}, {}", refused.reason, describe_origin(credentials));
+        let mut reason = refused.reason.to_owned();
         if omitted > 0 {
             reason.push_str(&format!("; {omitted} earlier ones were not recorded"));
         }
@@ -99,6 +100,8 @@ impl Registry {
             action: "sign_in.failed".to_owned(),
             subject: refused.id.clone(),
             reason,
+            origin: current_origin(),
+            ..AuditEntry::default()
         });
     }
 
@@ -120,17 +123,6 @@ impl Registry {
 /// Returns the name under which a caller without a key or session token is remembered.
 fn issued_name(caller: &Caller) -> String {
     format!("{} {}", caller.project, caller.agent)
-}
-
-fn describe_origin(credentials: &Credentials<'_>) -> String {
-    let transport = match credentials.transport {
-        "" => "in process",
-        transport => transport,
-    };
-    match credentials.peer {
-        Some(peer) => format!("{transport} from {}", peer.to_canonical()),
-        None => transport.to_owned(),
-    }
 }
 
 #[cfg(test)]

@@ -130,6 +130,7 @@ impl Admin {
             action: "upstream.tools".to_owned(),
             subject: upstream.to_owned(),
             reason: reason.to_owned(),
+            ..AuditEntry::default()
         };
         self.registry
             .change_directory_with(&compiled, |catalog| {

@@ -14,6 +14,7 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::calls::batch::BatchEntryResult;
 use crate::domain::caller::Caller;
+use crate::domain::directory::audit::RequestOrigin;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::model_reply::ModelReply;
 use crate::domain::run::options::RunOptions;
@@ -26,6 +27,7 @@ use crate::ports::model::ResolvedModel;
 use crate::ports::store::runs::CreateRunResult;
 use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::ports::store::{IdempotencyKey, SaveResult};
+use crate::registry::audit;
 use crate::runs::Runs;
 use crate::runs::active::{ActiveRun, ActiveRunState, RunGuard, StartedRun, run_not_found};
 use crate::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome};
@@ -33,6 +35,15 @@ use crate::runs::subscribers::{RunDelta, RunSubscription};
 
 /// Drives a run until it has ended, the server shuts down, or another process takes it over.
 pub(crate) async fn drive_run(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
+    let origin = RequestOrigin {
+        transport: Some("run".to_owned()),
+        request_id: Some(active_run.state.lock().await.run.id.clone()),
+        peer: None,
+    };
+    audit::with_origin(origin, drive_until_released(engine, active_run)).await;
+}
+
+async fn drive_until_released(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
     let runs = engine.clone();
     loop {
         let state = active_run.state.lock().await;

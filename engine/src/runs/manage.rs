@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::domain::access_rules::RuleAction;
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -150,7 +151,11 @@ impl Runs {
     /// Returns one run.
     pub async fn find_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
         let found = self.core.store.runs().run(&caller.project, run_id).await;
-        found.map_err(from_store_error)?.ok_or_else(|| run_not_found(run_id))
+        let catalog = self.registry.catalog();
+        // A run that the caller may not read is answered exactly as one that does not exist.
+        let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
+        let found = found.map_err(from_store_error)?.filter(is_readable);
+        found.ok_or_else(|| run_not_found(run_id))
     }
 
     /// Checks that this caller may make calls under this run id. Refused if a run with this id
@@ -165,8 +170,21 @@ impl Runs {
         }
     }
 
-    /// Returns a page of the project's runs, newest first.
-    pub async fn list_runs(&self, caller: &Caller, query: RunQuery) -> Result<RunPage, Error> {
+    /// Returns a page of the project's runs that the caller may read, newest first. A page may be
+    /// short; its cursor continues where it ended.
+    pub async fn list_runs(&self, caller: &Caller, mut query: RunQuery) -> Result<RunPage, Error> {
+        let catalog = self.registry.catalog();
+        loop {
+            let mut page = self.list_project_runs(caller, query.clone()).await?;
+            page.runs.retain(|run| catalog.may_access_run(caller, RuleAction::Read, run));
+            if !page.runs.is_empty() || page.next_before.is_none() {
+                return Ok(page);
+            }
+            query.before = page.next_before;
+        }
+    }
+
+    async fn list_project_runs(&self, caller: &Caller, query: RunQuery) -> Result<RunPage, Error> {
         let limit = query.limit.clamp(1, 200);
         let filter = RunFilter {
             project: caller.project.clone(),
@@ -193,6 +211,9 @@ impl Runs {
     ) -> Result<Run, Error> {
         require_run_access(caller)?;
         let run = self.find_run(caller, run_id).await?;
+        if !self.registry.catalog().may_access_run(caller, RuleAction::Cancel, &run) {
+            return Err(not_run_owner(&run));
+        }
         if run.status.is_terminal() {
             return require_end_status(run, RunStatus::Canceled);
         }

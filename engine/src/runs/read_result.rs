@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::domain::call::{Call, Status};
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::caller::{Caller, Role};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
@@ -119,7 +119,7 @@ impl Runs {
         part: SliceQuery,
         max_bytes: usize,
     ) -> Result<Slice, Error> {
-        let call = self.dispatcher.find_project_call(caller, id).await?;
+        let call = self.dispatcher.find_readable_call(caller, id).await?;
         let data = require_data(&call)?;
         Ok(read_slice(data, part, max_bytes).await?)
     }
@@ -312,7 +312,10 @@ async fn execute_result_read(
     let id: CallId = args.tool_call_id.parse().map_err(|_| no_such())?;
     // The tool has the rights of the agent that made the call, and never more than an agent's.
     let (project, agent) = (&context.project, &context.agent);
-    let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
+    let caller = Caller {
+        attributes: context.attributes.clone(),
+        ..Caller::new(project, agent, Role::Agent, context.auth_method)
+    };
     let mut max_bytes = MAX_TOOL_BYTES;
     loop {
         let part = SliceQuery {

@@ -276,6 +276,8 @@ impl Runs {
         }
         calls.sort_by(|a, b| a.id.cmp(&b.id));
         calls.dedup_by(|a, b| a.id == b.id);
+        let catalog = self.registry.catalog();
+        calls.retain(|call| catalog.may_read_call(caller, call));
         Ok((calls, truncated))
     }
 }

@@ -1,7 +1,7 @@
 //! Streams a run: its stored events in order, and its live deltas.
 
 use crate::domain::caller::Caller;
-use crate::domain::fault::Error;
+use crate::domain::fault::{Code, Error};
 use crate::domain::run::{JournalEntry, RunEvent, dedup_replies};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
@@ -9,10 +9,23 @@ use crate::runs::Runs;
 use crate::runs::subscribers::RunSubscription;
 
 impl Runs {
-    /// Subscribes to the deltas of a run from now on.
-    pub fn subscribe_run(&self, caller: &Caller, run_id: &str) -> RunSubscription {
-        let active = self.active_runs.get(&caller.project, run_id);
-        RunSubscription::new(active.map(|active| active.subscribe()))
+    /// Subscribes to the deltas of a run from now on. A run that the caller may not read has none.
+    pub async fn subscribe_run(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<RunSubscription, Error> {
+        let is_readable = self.is_run_readable(caller, run_id).await?;
+        let active = self.active_runs.get(&caller.project, run_id).filter(|_| is_readable);
+        Ok(RunSubscription::new(active.map(|active| active.subscribe())))
+    }
+
+    async fn is_run_readable(&self, caller: &Caller, run_id: &str) -> Result<bool, Error> {
+        match self.find_run(caller, run_id).await {
+            Ok(_) => Ok(true),
+            Err(error) if error.code() == Code::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Returns true if this process drives the run and it has not ended.
@@ -27,6 +40,7 @@ impl Runs {
         caller: &Caller,
         run_id: &str,
     ) -> Result<Vec<JournalEntry>, Error> {
+        self.find_run(caller, run_id).await?;
         let read = self.core.store.runs().journal(&caller.project, run_id).await;
         read.map(dedup_replies).map_err(from_store_error)
     }
@@ -44,14 +58,28 @@ impl Runs {
         let (project, run) = (caller.project.clone(), run_id.to_owned());
         let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run });
         let loops = self.core.store.runs();
+        let (mut after, catalog) = (after, self.registry.catalog());
+        let is_readable =
+            catalog.may_read_all_calls(caller) || self.is_run_readable(caller, run_id).await?;
         loop {
             let active_run = self.is_run_active(caller, run_id);
-            let over = !active_run && {
+            let over = is_readable && !active_run && {
                 let found = loops.run(&caller.project, run_id).await.map_err(from_store_error)?;
                 found.is_some_and(|run| run.status.is_terminal())
             };
             let read = loops.run_events(&caller.project, run_id, after, limit).await;
-            let happened = read.map_err(from_store_error)?;
+            let mut happened = read.map_err(from_store_error)?;
+            let last = happened.last().map(RunEvent::number);
+            happened.retain(|event| is_readable || matches!(event, RunEvent::Call(_)));
+            let call_of = |event: &RunEvent| match event {
+                RunEvent::Run(_) => None,
+                RunEvent::Call(event) => Some(event.call_id.clone()),
+            };
+            self.calls.retain_readable(caller, &mut happened, call_of).await?;
+            if let Some(last) = last.filter(|_| happened.is_empty()) {
+                after = last;
+                continue;
+            }
             if !happened.is_empty() || over || self.core.shutdown.is_cancelled() {
                 return Ok(happened);
             }

@@ -27,11 +27,15 @@ pub(crate) enum RouteLookup {
 impl Utp {
     /// Returns one card.
     pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
-        let found = self.find_card(&caller.project, card_id).await?;
-        found.ok_or_else(|| {
+        let not_found = || {
             let excerpt: String = card_id.chars().take(80).collect();
             Error::refused(Code::NotFound, format!("there is no card \"{excerpt}\""))
-        })
+        };
+        // A tool service reads the cards of the calls that it executes, whoever made them.
+        if let (false, Some((id, _))) = (caller.may_provide(), card::parse_derived_id(card_id)) {
+            self.calls.call(caller, &id).await.map_err(|_| not_found())?;
+        }
+        self.find_card(&caller.project, card_id).await?.ok_or_else(not_found)
     }
 
     /// Returns the cards of a call: its call card and, once it has ended, its result card.

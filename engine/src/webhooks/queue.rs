@@ -60,6 +60,9 @@ impl Webhooks {
         let more = listed.len() > limit;
         listed.truncate(limit);
         let before = listed.last().filter(|_| more).map(|last| last.call_id.clone());
+        self.calls
+            .retain_readable(caller, &mut listed, |delivery| Some(delivery.call_id.clone()))
+            .await?;
         Ok(DeliveryPage { deliveries: listed, next_before: before })
     }
 

@@ -8,6 +8,7 @@ mod batch;
 mod clients;
 mod clock_steps;
 mod context;
+mod credentials;
 mod engine;
 mod examples;
 mod observer;

@@ -241,12 +241,8 @@ impl Store for FlakyStore {
         self.inner.append_audit_entry(entry).await
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        self.inner.audit_log(project, limit).await
+    fn audit(&self) -> &dyn toolcrib::ports::store::audit::AuditStore {
+        self.inner.audit()
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {

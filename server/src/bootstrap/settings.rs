@@ -40,7 +40,7 @@ pub fn execution_policies(config: &Config) -> ExecutionPolicies {
             .iter()
             .map(|(name, tool)| {
                 let (policy, fallback) = (tool.policy.clone(), tool.fallback.clone());
-                (name.clone(), ToolOverride { policy, fallback })
+                (name.clone(), ToolOverride { policy, fallback, risk: tool.risk })
             })
             .collect(),
     }
@@ -68,7 +68,15 @@ pub fn engine_limits(config: &Config) -> EngineLimits {
 
 /// Returns the time after which finished calls are deleted, or `None` if they are kept forever.
 pub fn retention_ms(config: &Config) -> Option<u64> {
-    let days = config.retention.finished_calls_days;
+    days_as_ms(config.retention.finished_calls_days)
+}
+
+/// Returns the time after which audit entries are deleted, or `None` if they are kept forever.
+pub fn audit_retention_ms(config: &Config) -> Option<u64> {
+    days_as_ms(config.retention.audit_days)
+}
+
+fn days_as_ms(days: f64) -> Option<u64> {
     (days > 0.0).then_some((days * 86_400_000.0) as u64)
 }
 

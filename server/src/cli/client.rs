@@ -140,16 +140,7 @@ impl ApiClient {
     /// Sends a request and reads the response as JSON.
     pub async fn request_json(&self, ask: ApiRequest<'_>) -> Result<Value, CommandFailure> {
         let calls_tool = ask.is_tool_call;
-        let limit = ask.wait + RESPONSE_TIMEOUT;
-        let mut response = self.execute(&ask, Some(limit)).await?;
-        let mut status = response.status();
-        let mut kind = content_type(&response);
-        let mut bytes = self.body(response).await?;
-        if status == StatusCode::UNAUTHORIZED && self.adopt_operator_token(&ask, &bytes) {
-            response = self.execute(&ask, Some(limit)).await?;
-            (status, kind) = (response.status(), content_type(&response));
-            bytes = self.body(response).await?;
-        }
+        let (status, kind, bytes) = self.exchange(&ask).await?;
         if status == StatusCode::NO_CONTENT {
             return Ok(Value::Null);
         }
@@ -158,6 +149,38 @@ impl ApiClient {
             Ok(value) => Err(failure_from_problem(status, &value, calls_tool)),
             Err(_) => Err(self.unexpected_response(status, &kind, &bytes)),
         }
+    }
+
+    /// Sends a request and reads the response as text.
+    pub async fn request_text(&self, ask: ApiRequest<'_>) -> Result<String, CommandFailure> {
+        let (status, kind, bytes) = self.exchange(&ask).await?;
+        if !status.is_success() {
+            return match serde_json::from_slice(&bytes) {
+                Ok(problem) => Err(failure_from_problem(status, &problem, false)),
+                Err(_) => Err(self.unexpected_response(status, &kind, &bytes)),
+            };
+        }
+        String::from_utf8(bytes)
+            .map_err(|error| self.unexpected_response(status, &kind, error.as_bytes()))
+    }
+
+    /// Sends a request, as the operator if the server requires that and its token is readable here.
+    /// Returns the status, the content type and the body of the response.
+    async fn exchange(
+        &self,
+        ask: &ApiRequest<'_>,
+    ) -> Result<(StatusCode, String, Vec<u8>), CommandFailure> {
+        let limit = ask.wait + RESPONSE_TIMEOUT;
+        let mut response = self.execute(ask, Some(limit)).await?;
+        let mut status = response.status();
+        let mut kind = content_type(&response);
+        let mut bytes = self.body(response).await?;
+        if status == StatusCode::UNAUTHORIZED && self.adopt_operator_token(ask, &bytes) {
+            response = self.execute(ask, Some(limit)).await?;
+            (status, kind) = (response.status(), content_type(&response));
+            bytes = self.body(response).await?;
+        }
+        Ok((status, kind, bytes))
     }
 
     /// Returns true if a healthy Toolcrib server responds. Any program may own the port, so this

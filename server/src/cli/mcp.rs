@@ -26,8 +26,8 @@ use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::domain::fault::Code;
-use toolcrib::registry::Credentials;
 use toolcrib_store::file_permissions;
+use toolcrib_transport::auth::ProcessCredentials;
 use toolcrib_transport::mcp::{CatalogueMode, mark_lines};
 
 use self::retrying_client::RetryingClient;
@@ -119,27 +119,34 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
     telemetry::start_logging(&config.log.level, config.log.format);
     let served = bootstrap::start_server(&config).await?;
     let engine = served.engine.clone();
-    let caller = match (engine.registry().has_keys(), context.global.key.as_deref()) {
-        (false, _) => Caller::local(context.project()),
-        (true, Some(key)) => {
-            // A process that reads the data directory runs on this machine.
-            let peer = Some(std::net::Ipv4Addr::LOCALHOST.into());
-            let credentials = Credentials { peer, transport: "stdio", ..Credentials::new(key) };
-            engine.registry().authenticate(&credentials)?.caller
-        }
+    let credentials = match (engine.registry().has_keys(), context.global.key.as_deref()) {
+        (false, _) => None,
+        (true, Some(key)) => Some(ProcessCredentials::authenticate(&engine, key).await?),
         (true, None) => {
             let message = "there are keys in this data directory, so one is needed";
             return Err(CommandFailure::new(exit::AUTH, Code::Unauthenticated.as_str(), message)
                 .hint("give it with --key or TOOLCRIB_KEY"));
         }
     };
+    let local = || Caller::local(context.project());
+    let caller = credentials.as_ref().map_or_else(local, |found| found.caller().clone());
     let transport = served.mcp_transport(&config);
     let catalogue = args.catalogue.map(|mode| match mode {
         CatalogueArg::Full => CatalogueMode::Full,
         CatalogueArg::Search => CatalogueMode::Search,
     });
     let (input, output) = (tokio::io::stdin(), tokio::io::stdout());
-    let ended = transport.serve_pipes(caller, catalogue, args.source.clone(), input, output).await;
+    let serving = transport.serve_pipes(caller, catalogue, args.source.clone(), input, output);
+    let invalid = async {
+        match &credentials {
+            Some(credentials) => credentials.wait_until_invalid(&engine).await,
+            None => std::future::pending().await,
+        }
+    };
+    let ended = tokio::select! {
+        ended = serving => ended,
+        error = invalid => Err(error.into()),
+    };
     let drain = Duration::from_millis(config.shutdown.drain_ms);
     engine.shut_down(drain).await;
     served.stop_mcp_servers().await;

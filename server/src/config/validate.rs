@@ -27,14 +27,19 @@ impl Config {
                 .map_err(|reason| ConfigError::invalid("auth.default_allow", reason))?;
         }
         self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
+        self.configured_rules()?;
         self.check_policies()?;
         self.check_numbers()?;
         self.webhooks.validate()?;
         self.approvals.validate()?;
-        let days = self.retention.finished_calls_days;
-        if !(0.0..=36_500.0).contains(&days) {
-            let reason = "must be from 0 (keep for ever) to 36500";
-            return Err(ConfigError::invalid("retention.finished_calls_days", reason));
+        for (setting, days) in [
+            ("retention.finished_calls_days", self.retention.finished_calls_days),
+            ("retention.audit_days", self.retention.audit_days),
+        ] {
+            if !(0.0..=36_500.0).contains(&days) {
+                let reason = "must be from 0 (keep for ever) to 36500";
+                return Err(ConfigError::invalid(setting, reason));
+            }
         }
         self.check_nats()?;
         self.check_mcp()?;

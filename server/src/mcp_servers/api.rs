@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::caller::AuthMethod;
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::{Caller, Engine, Json};
+use toolcrib::{Caller, Engine, Json, RoleSet};
 use toolcrib_sources::mcp::{
     AuthorizationStatus, McpServerSettings, McpSettingsError, ToolChange, UpstreamStatus,
     parse_desktop_config,
@@ -249,6 +249,8 @@ impl SourceAdmin for McpServerReconciler {
         tools: Option<Vec<String>>,
     ) -> Result<Vec<SourceToolChange>, Error> {
         self.get(caller, name)?;
+        let reason = tools.as_ref().map_or_else(|| "all".to_owned(), |tools| tools.join(", "));
+        self.engine.admin().record_action(caller, "upstream.accepted", name, &reason).await?;
         let accepting = self.upstreams.accept(&caller.project, name, tools.as_deref());
         let accepted = accepting
             .await
@@ -279,6 +281,7 @@ impl SourceAdmin for McpServerReconciler {
 
     async fn sign_out(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         self.get(caller, name)?;
+        self.engine.admin().record_action(caller, "upstream.signed_out", name, "").await?;
         let done = self.upstreams.sign_out(&caller.project, name).await;
         done.map_err(|reason| Error::retry_later(Code::Overloaded, reason, 1_000))
     }
@@ -289,7 +292,19 @@ impl SourceAdmin for McpServerReconciler {
     ) -> Option<(String, Result<(), String>)> {
         let OauthCallback { state, code, issuer } = returned;
         let code = code.as_deref().map_err(String::as_str);
-        self.upstreams.complete_sign_in(&state, code, issuer.as_deref()).await
+        let finished = self.upstreams.complete_sign_in(&state, code, issuer.as_deref()).await;
+        let (project, name, result) = finished?;
+        // The browser that returns from the issuer has no credentials of Toolcrib.
+        let caller = Caller::new(project, "oauth", RoleSet::default(), AuthMethod::Anonymous);
+        let (action, reason) = match &result {
+            Ok(()) => ("upstream.signed_in", ""),
+            Err(reason) => ("upstream.sign_in_failed", reason.as_str()),
+        };
+        if let Err(error) = self.engine.admin().record_action(&caller, action, &name, reason).await
+        {
+            tracing::warn!(%error, upstream = name, "a sign-in was not audited");
+        }
+        Some((name, result))
     }
 
     fn count_by_state(&self) -> Vec<(&'static str, usize)> {

@@ -5,11 +5,12 @@
 //! connections a small reserve answers the health checks, and every other request with 503.
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::Request;
+use axum::extract::{ConnectInfo, Request};
 use axum::response::Response;
 use hyper::body::Incoming;
 use hyper::header::UPGRADE;
@@ -19,7 +20,6 @@ use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use toolcrib_transport::auth::PeerAddress;
 use toolcrib_transport::delivery::ConnectionDeliveries;
 use toolcrib_transport::http::{
     ConnectionPermit, call_router, connection_refusal, is_health_check, serve_request,
@@ -94,12 +94,12 @@ pub(super) async fn accept_connections(
         let is_reserved = matches!(capacity, Capacity::Reserved(_));
         let handler = ConnectionHandler {
             router: router.clone(),
-            peer: PeerAddress(peer.ip()),
             streams: Arc::clone(&limits.streams),
             regular: Arc::clone(&regular),
             capacity: Mutex::new(Some(capacity)),
             permit: Mutex::new(None),
             deliveries: ConnectionDeliveries::default(),
+            peer,
         };
         let header_timeout = match is_reserved {
             true => limits.header_timeout.min(RESERVED_HEADER_TIMEOUT),
@@ -119,7 +119,6 @@ pub(super) async fn accept_connections(
 /// Answers the requests of one connection.
 struct ConnectionHandler {
     router: Router,
-    peer: PeerAddress,
     streams: Arc<StreamLimiter>,
     regular: Arc<Semaphore>,
     /// Held until the connection ends; moves into `permit` when a request needs to share it.
@@ -128,6 +127,8 @@ struct ConnectionHandler {
     permit: Mutex<Option<Arc<OwnedSemaphorePermit>>>,
     /// Tracks which answers reach the requester.
     deliveries: ConnectionDeliveries,
+    /// Address of the other end.
+    peer: SocketAddr,
 }
 
 impl ConnectionHandler {
@@ -147,7 +148,6 @@ impl ConnectionHandler {
                 request.extensions_mut().insert(ConnectionPermit { connection, stream });
             }
         }
-        request.extensions_mut().insert(self.peer);
         let answer = call_router(self.router.clone(), request).await;
         self.streams.admit(&method, caller, answer)
     }
@@ -188,7 +188,8 @@ async fn serve_connection(
     let service = hyper::service::service_fn(move |request: hyper::Request<Incoming>| {
         let (handler, ack_timeout) = (Arc::clone(&handler), ack_timeout.clone());
         async move {
-            let request = request.map(axum::body::Body::new);
+            let mut request = request.map(axum::body::Body::new);
+            request.extensions_mut().insert(ConnectInfo(handler.peer));
             let answer = serve_request(request, |request| handler.answer(request)).await;
             ack_timeout.set(answer.extensions().get::<AckTimeout>());
             Ok::<_, Infallible>(handler.deliveries.track(answer))

@@ -18,6 +18,7 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_mcp_resumed_streams_total", "Streams of calls that MCP clients resumed"),
     ("toolcrib_rejoined_total", "Repeated requests that joined undelivered work, by kind"),
     ("toolcrib_policy_decisions_total", "Decisions on whether an agent may call a tool"),
+    ("toolcrib_sign_in_failures_total", "Requests with credentials that are not valid"),
     ("toolcrib_reconciled_calls_total", "Calls found open and taken up after a start"),
     ("toolcrib_runs_total", "Runs that came to an end, by status"),
     ("toolcrib_model_requests_total", "Requests to language models, by outcome"),

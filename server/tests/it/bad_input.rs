@@ -21,8 +21,8 @@ async fn assert_server_works(api: &Api) {
 async fn a_body_over_the_limit_is_rejected_with_413() {
     let server = Server::with(|config| config.limits.max_body_bytes = 10_000).await;
     let api = server.api();
-    let fits = json!({ "run_id": "run_1", "args": { "expression": "1" }, "x": "y".repeat(9_900) });
-    let fits = fits.to_string();
+    let fits = json!({ "run_id": "run_1", "args": { "expression": "1" } }).to_string();
+    let fits = fits + &" ".repeat(9_900);
     assert!(fits.len() < 10_000);
     let large = json!({ "run_id": "run_1", "args": { "expression": "y".repeat(10_000) } });
     let large = large.to_string();
@@ -173,7 +173,7 @@ async fn a_call_shows_the_call_id_and_user_id_of_its_request() {
     let api = server.api();
     let body = json!({
         "run_id": "run_1", "args": { "expression": "1" }, "call_id": "call_abc",
-        "user_id": "Ünïcode ok", "something_else": true
+        "user_id": "Ünïcode ok"
     });
     let id = api.invoke_with("calculation.eval", body).await;
     let call = api.finished(&id).await;

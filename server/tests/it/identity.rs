@@ -1,10 +1,12 @@
 //! Authentication and authorization.
 
 mod adoption;
+mod credentials;
 mod cross_site;
 mod isolation;
 mod keys;
 mod operator;
 mod revocation;
-mod roles;
 mod rules;
+mod session_tokens;
+mod streams;

@@ -7,6 +7,7 @@
 
 mod approvals;
 mod arguments;
+mod audit;
 mod bad_input;
 mod batches;
 mod builtins;
@@ -28,6 +29,7 @@ mod mcp_clients;
 mod models;
 mod openapi;
 mod payloads;
+mod permissions_matrix;
 mod policy;
 mod postgres;
 mod rejoin;
@@ -38,6 +40,7 @@ mod submitting;
 mod support;
 mod tasks;
 mod telemetry;
+mod unknown_fields;
 mod upstreams;
 mod utp;
 mod validation;

@@ -14,6 +14,8 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         project: "default".into(),
         run_id: "run".into(),
         agent: "agent".into(),
+        auth_method: Default::default(),
+        attributes: Default::default(),
         number: 1,
         tool: tool.into(),
         effect: Effect::Read,

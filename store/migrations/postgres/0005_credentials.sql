@@ -2,7 +2,8 @@
 -- fixed order with commas; `attributes` is JSON.
 ALTER TABLE toolcrib.keys DROP CONSTRAINT keys_role_check;
 ALTER TABLE toolcrib.keys RENAME COLUMN role TO roles;
-ALTER TABLE toolcrib.keys ADD CHECK (roles <> '');
+ALTER TABLE toolcrib.keys ADD CHECK (roles <> '' AND replace(replace(replace(replace(replace(roles || ',', 'agent,', ''),
+        'provider,', ''), 'approver,', ''), 'auditor,', ''), 'admin,', '') = '');
 ALTER TABLE toolcrib.keys ADD COLUMN attributes TEXT NOT NULL DEFAULT '{}';
 ALTER TABLE toolcrib.keys ADD COLUMN expires_ms BIGINT;
 
@@ -20,4 +21,4 @@ CREATE TABLE toolcrib.session_tokens (
 
 -- The latest time of day that a process recorded, in Unix milliseconds. Setting the clock back
 -- extends no key and no token.
-INSERT INTO toolcrib.counters VALUES ('latest_time_ms', 0);
+INSERT INTO toolcrib.counters VALUES ('latest_time_ms', 0) ON CONFLICT DO NOTHING;

@@ -5,7 +5,8 @@ CREATE TABLE keys_with_roles (
     digest     TEXT NOT NULL UNIQUE,
     project    TEXT NOT NULL,
     agent      TEXT NOT NULL,
-    roles      TEXT NOT NULL CHECK (roles <> ''),
+    roles      TEXT NOT NULL CHECK (roles <> '' AND replace(replace(replace(replace(replace(roles || ',', 'agent,', ''),
+        'provider,', ''), 'approver,', ''), 'auditor,', ''), 'admin,', '') = ''),
     attributes TEXT NOT NULL DEFAULT '{}',
     created_ms INTEGER NOT NULL,
     expires_ms INTEGER,
@@ -33,4 +34,4 @@ CREATE TABLE session_tokens (
 
 -- The latest time of day that a process recorded, in Unix milliseconds. Setting the clock back
 -- extends no key and no token.
-INSERT INTO counters VALUES ('latest_time_ms', 0);
+INSERT OR IGNORE INTO counters VALUES ('latest_time_ms', 0);

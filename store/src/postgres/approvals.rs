@@ -13,7 +13,7 @@ use toolcrib::ports::store::{IdempotencyKey, SaveResult, StoreError};
 
 use super::calls::{EventColumns, insert_call, update_call};
 use super::change::{Change, ChangeFuture, WriterConnection};
-use super::directory::insert_audit_entry;
+use super::directory::audit::insert_audit_entry;
 use super::session::{Session, SessionError, SqlParams};
 use super::writer_lease::SequenceCounters;
 use super::{PostgresStore, await_reply, deliveries, limit_param};

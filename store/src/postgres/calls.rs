@@ -12,7 +12,7 @@ use toolcrib::ports::store::{
 
 use super::approvals::insert_approval;
 use super::change::{Change, ChangeFuture, WriterConnection};
-use super::directory::insert_audit_entry;
+use super::directory::audit::insert_audit_entry;
 use super::writer_lease::SequenceCounters;
 use super::{deliveries, limit_param};
 use crate::postgres::session::{Session, SessionError, SqlParams};
@@ -397,8 +397,7 @@ pub(super) async fn list_open_calls(
     session.query_map(&sql, &[&after, &limit_param(limit)], read).await
 }
 
-/// Deletes calls that ended before this time, with everything that belongs to them, and old audit
-/// entries and runs.
+/// Deletes calls that ended before this time, with everything that belongs to them, and old runs.
 pub(super) async fn purge(
     writer: &mut WriterConnection,
     (before, limit): &(u64, usize),
@@ -419,8 +418,6 @@ pub(super) async fn purge(
         }
     }
     for sql in [
-        "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
-         WHERE at_ms < $1 ORDER BY number LIMIT $2)",
         "DELETE FROM runs WHERE (project, run_id) IN (SELECT project, run_id FROM runs r \
          WHERE updated_ms < $1 AND NOT EXISTS (SELECT 1 FROM tool_calls c \
          WHERE c.project = r.project AND c.run_id = r.run_id) ORDER BY updated_ms LIMIT $2)",

@@ -3,7 +3,9 @@
 //! `resource.tools` and `resource.project_agents`.
 
 mod api_keys;
+pub(super) mod audit;
 mod rules;
+use audit::insert_audit_entry;
 use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::domain::json::Json;
@@ -13,11 +15,11 @@ use toolcrib::ports::store::{SaveResult, StoreError};
 
 use super::change::WriterConnection;
 use super::pool::PooledSession;
-use super::{limit_param, strip_nul_chars};
+use super::strip_nul_chars;
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
-    RowReader, decode, encode, encode_definition, read_audit, read_client, read_offer,
-    read_project, read_tool, read_upstream,
+    RowReader, decode, encode, encode_definition, read_client, read_offer, read_project, read_tool,
+    read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
@@ -329,39 +331,4 @@ async fn delete_unoffered_tools(session: &Session, project: &str) -> Result<(), 
                (SELECT 1 FROM offers o WHERE o.project = t.project AND o.tool = t.name)";
     session.execute(sql, &[&project]).await?;
     Ok(())
-}
-
-pub(super) async fn append_audit_entry(
-    writer: &mut WriterConnection,
-    entry: &AuditEntry,
-) -> Result<(), SessionError> {
-    insert_audit_entry(&writer.session, entry).await
-}
-
-pub(super) async fn insert_audit_entry(
-    session: &Session,
-    entry: &AuditEntry,
-) -> Result<(), SessionError> {
-    let sql = "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
-               VALUES ($1, $2, $3, $4, $5, $6)";
-    let params: SqlParams<'_> = &[
-        &(entry.at_ms as i64),
-        &entry.project,
-        &entry.agent,
-        &entry.action,
-        &entry.subject.replace('\0', ""),
-        &entry.reason.replace('\0', ""),
-    ];
-    session.execute(sql, params).await?;
-    Ok(())
-}
-
-pub(super) async fn list_audit_entries(
-    session: &Session,
-    project: Option<&str>,
-    limit: usize,
-) -> Result<Vec<AuditEntry>, SessionError> {
-    let sql = "SELECT at_ms, project, agent, action, subject, reason FROM audit \
-               WHERE $1::text IS NULL OR project = $1 ORDER BY number DESC LIMIT $2";
-    session.query_map(sql, &[&project, &limit_param(limit)], read_audit).await
 }

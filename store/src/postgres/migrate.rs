@@ -3,17 +3,22 @@
 //! interfere.
 
 use super::OpenError;
+use super::directory::audit::chain_existing_rows;
 use crate::postgres::session::Session;
 use crate::row::RowReader;
 
-const MIGRATIONS: [&str; 6] = [
+const MIGRATIONS: [&str; 7] = [
     include_str!("../../migrations/postgres/0001_init.sql"),
     include_str!("../../migrations/postgres/0002_tool_calls.sql"),
     include_str!("../../migrations/postgres/0003_undelivered_requests.sql"),
     include_str!("../../migrations/postgres/0004_access_rules.sql"),
     include_str!("../../migrations/postgres/0005_credentials.sql"),
     include_str!("../../migrations/postgres/0006_approvals.sql"),
+    AUDIT_CHAIN,
 ];
+
+/// The program chains the rows of the audit log after this migration.
+const AUDIT_CHAIN: &str = include_str!("../../migrations/postgres/0008_audit_chain.sql");
 
 /// The schema version that this program writes.
 const POSTGRES_SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;
@@ -63,6 +68,9 @@ async fn apply_migrations(session: &Session) -> Result<(), OpenError> {
         (1..=POSTGRES_SCHEMA_VERSION).zip(MIGRATIONS).filter(|(next, _)| *next > found)
     {
         session.batch_execute(migration).await?;
+        if migration == AUDIT_CHAIN {
+            chain_existing_rows(session).await?;
+        }
         session.execute("INSERT INTO toolcrib.schema_version VALUES ($1)", &[&next]).await?;
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! Reads the parts of the directory from rows.
 
 use toolcrib::domain::access_rules::{AccessRule, RuleSetVersion};
+use toolcrib::domain::directory::audit::{AuditRow, RequestOrigin};
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Project, SessionToken, ToolOffer, Upstream,
 };
@@ -99,14 +100,29 @@ pub(crate) fn read_upstream(row: &impl RowReader) -> Result<Upstream, StoreError
     })
 }
 
-/// Reads `at_ms, project, agent, action, subject, reason`.
-pub(crate) fn read_audit(row: &impl RowReader) -> Result<AuditEntry, StoreError> {
-    Ok(AuditEntry {
-        at_ms: row.unsigned(0)?,
-        project: row.text(1)?,
-        agent: row.text(2)?,
-        action: row.text(3)?,
-        subject: row.text(4)?,
-        reason: row.text(5)?,
+/// Columns of a row of the audit log, for [`read_audit_row`].
+pub(crate) const AUDIT_COLUMNS: &str = "number, at_ms, project, agent, action, subject, reason, \
+     \"user\", credential, transport, peer, request_id, hash";
+
+/// Reads [`AUDIT_COLUMNS`].
+pub(crate) fn read_audit_row(row: &impl RowReader) -> Result<AuditRow, StoreError> {
+    Ok(AuditRow {
+        number: row.unsigned(0)?,
+        entry: AuditEntry {
+            at_ms: row.unsigned(1)?,
+            project: row.text(2)?,
+            agent: row.text(3)?,
+            action: row.text(4)?,
+            subject: row.text(5)?,
+            reason: row.text(6)?,
+            user: row.optional_text(7)?,
+            credential: row.optional_text(8)?,
+            origin: RequestOrigin {
+                transport: row.optional_text(9)?,
+                peer: row.optional_text(10)?,
+                request_id: row.optional_text(11)?,
+            },
+        },
+        hash: row.text(12)?,
     })
 }

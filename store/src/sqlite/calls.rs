@@ -13,7 +13,7 @@ use toolcrib::ports::store::{
 
 use super::call_queries::find_by_idempotency_key;
 use super::deliveries::mark_delivery_due;
-use super::directory::insert_audit_entry;
+use super::directory::audit::insert_audit_entry;
 use super::event_numbers::format_event_refs;
 use super::writer::{Change, NewCallRow, WriterConnection};
 use crate::row::{ApprovalRow, CallRow, EventRow};

@@ -1,7 +1,9 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
 mod api_keys;
+pub(super) mod audit;
 mod rules;
+use audit::insert_audit_entry;
 use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
     AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
@@ -14,8 +16,7 @@ use toolcrib::ports::store::{SaveResult, StoreError};
 use super::reader::{query_map, to_store_error};
 use super::upstreams;
 use crate::row::{
-    RowReader, decode, encode_definition, read_audit, read_client, read_offer, read_project,
-    read_tool,
+    RowReader, decode, encode_definition, read_client, read_offer, read_project, read_tool,
 };
 
 pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
@@ -315,34 +316,4 @@ fn delete_unoffered_tools(connection: &Connection, project: &str) -> rusqlite::R
         [project],
     )?;
     Ok(())
-}
-
-pub(super) fn insert_audit_entry(
-    connection: &Connection,
-    entry: &AuditEntry,
-) -> rusqlite::Result<()> {
-    connection
-        .prepare_cached(
-            "INSERT INTO audit (at_ms, project, agent, action, subject, reason) \
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
-        )?
-        .execute(params![
-            entry.at_ms as i64,
-            entry.project,
-            entry.agent,
-            entry.action,
-            entry.subject,
-            entry.reason
-        ])?;
-    Ok(())
-}
-
-pub(super) fn list_audit_entries(
-    connection: &Connection,
-    project: Option<&str>,
-    limit: usize,
-) -> Result<Vec<AuditEntry>, StoreError> {
-    let sql = "SELECT at_ms, project, agent, action, subject, reason FROM audit \
-               WHERE ?1 IS NULL OR project = ?1 ORDER BY number DESC LIMIT ?2";
-    query_map(connection, sql, params![project, limit as i64], |row| read_audit(row))
 }

@@ -5,8 +5,9 @@
 use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::SqliteOpenError;
+use crate::sqlite::directory::audit::chain_existing_rows;
 
-const MIGRATIONS: [&str; 14] = [
+const MIGRATIONS: [&str; 15] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -21,7 +22,11 @@ const MIGRATIONS: [&str; 14] = [
     include_str!("../../migrations/sqlite/0012_access_rules.sql"),
     include_str!("../../migrations/sqlite/0013_credentials.sql"),
     include_str!("../../migrations/sqlite/0014_approvals.sql"),
+    AUDIT_CHAIN,
 ];
+
+/// The program chains the rows of the audit log after this migration: SQL cannot hash.
+const AUDIT_CHAIN: &str = include_str!("../../migrations/sqlite/0016_audit_chain.sql");
 
 /// The schema version that this program writes.
 pub const SQLITE_SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;
@@ -55,6 +60,9 @@ pub(crate) fn migrate(connection: &mut Connection) -> Result<(), SqliteOpenError
         let version = check_schema_version(&transaction)?;
         let Some(migration) = MIGRATIONS.get(version as usize) else { return Ok(()) };
         transaction.execute_batch(migration)?;
+        if *migration == AUDIT_CHAIN {
+            chain_existing_rows(&transaction)?;
+        }
         transaction.pragma_update(None, "user_version", version + 1)?;
         transaction.pragma_update(None, "application_id", APPLICATION_ID)?;
         transaction.commit()?;

@@ -1,6 +1,6 @@
-//! Deletes ended calls and what belongs to them, and old audit entries and runs.
+//! Deletes ended calls and what belongs to them, and old runs.
 
-use rusqlite::{Connection, params};
+use rusqlite::Connection;
 use toolcrib::ports::store::PurgeResult;
 
 use super::calls::approvals::{DELETE_APPROVALS_SQL, purge_standing};
@@ -8,7 +8,7 @@ use super::event_numbers::parse_event_refs;
 use super::writer::WriterConnection;
 use super::{run_tools, runs};
 
-/// Deletes up to `limit` calls, audit entries and runs that ended before a time.
+/// Deletes up to `limit` calls and runs that ended before a time.
 pub(super) fn purge(
     writer: &mut WriterConnection,
     ended_before_ms: u64,
@@ -22,12 +22,6 @@ pub(super) fn purge(
     connection
         .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('last_event', ?1)")?
         .execute([last_event_number])?;
-    let audited = connection
-        .prepare_cached(
-            "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
-             WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
-        )?
-        .execute(params![before_ms, limit as i64])?;
     let run_tools = run_tools::purge_run_tools(connection, before_ms, limit)?;
     let runs = runs::purge_runs(connection, before_ms, limit)?;
     let standing = purge_standing(connection, before_ms, limit)?;
@@ -40,7 +34,7 @@ pub(super) fn purge(
         )?
         .execute([])?;
     let calls = positions.len();
-    let has_more = [calls, audited, run_tools, runs, standing].contains(&limit);
+    let has_more = [calls, run_tools, runs, standing].contains(&limit);
     Ok(PurgeResult { calls, has_more })
 }
 

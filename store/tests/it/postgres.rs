@@ -1,6 +1,7 @@
 //! Tests of what only the PostgreSQL store has: a database server that may disappear, competing
 //! Toolcrib servers, other programs in the same tables.
 
+mod audit;
 mod migrations;
 
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! Tests of what only the SQLite store has: a file, a schema that rejects contradictions, a single
 //! writer that commits in groups, and interference by disks and other programs.
 
+mod audit;
 mod constraints;
 mod durability;
 mod full;

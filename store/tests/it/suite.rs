@@ -4,6 +4,7 @@
 //! missing from the list below is dead code, which the lints reject.
 
 pub mod approvals;
+pub mod audit;
 pub mod calls;
 pub mod deliveries;
 pub mod directory;
@@ -83,7 +84,6 @@ macro_rules! conformance {
                     events_and_idempotency_keys_are_deleted_with_their_call
                     a_purge_deletes_at_most_its_limit_per_pass
                     event_numbers_are_not_reused_after_a_purge
-                    old_audit_entries_are_deleted
                     a_purge_without_a_cutoff_deletes_every_ended_call
                 }
                 run_tools {
@@ -156,6 +156,15 @@ macro_rules! conformance {
                     no_audit_entry_is_written_for_a_conflicting_change
                     the_audit_log_is_newest_first
                     the_audit_log_of_a_project_has_only_its_own_entries
+                }
+                audit {
+                    an_audit_row_is_read_back_with_its_actor_and_origin
+                    the_audit_log_is_a_chain
+                    concurrent_audit_entries_make_one_chain
+                    audit_rows_are_read_in_pages_of_both_orders
+                    a_pruned_audit_log_still_verifies
+                    pruning_stops_at_the_first_young_entry
+                    a_purge_of_calls_keeps_the_audit_log
                 }
                 utp {
                     cards_are_written_once

@@ -32,6 +32,9 @@ const MIN_REFRESH_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum size of a key set in bytes.
 const MAX_JWKS_BYTES: usize = 1 << 20;
 
+/// Time that the clocks of the issuer and of this server may differ, in seconds.
+const LEEWAY_S: u64 = 60;
+
 /// Asymmetric signature algorithms. Those with a shared secret are excluded, so that only the
 /// issuer can sign.
 const ALGORITHMS: [Algorithm; 9] = [
@@ -120,6 +123,7 @@ impl JwtAuthenticator {
         rules.set_audience(&[&self.settings.resource]);
         rules.set_required_spec_claims(&["exp", "iss", "aud"]);
         rules.validate_nbf = true;
+        rules.leeway = LEEWAY_S;
         decode::<Map<String, Value>>(token, &key, &rules).ok().map(|token| token.claims)
     }
 }
@@ -131,7 +135,8 @@ impl Authenticator for JwtAuthenticator {
             return None;
         }
         let claims = self.verify(token)?;
-        let expires_ms = claims.get("exp").and_then(Value::as_f64).map(|s| (s * 1_000.0) as u64);
+        let end = claims.get("exp").and_then(Value::as_f64);
+        let expires_ms = end.map(|end| ((end + LEEWAY_S as f64) * 1_000.0) as u64);
         let caller = read_caller(&self.settings, &claims)?;
         Some(AuthenticatedCaller { caller, expires_ms })
     }

@@ -122,9 +122,19 @@ pub(super) fn parse_strict_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, 
     require_object(bytes)?;
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let (value, unknown) = unknown_fields::parse(&mut deserializer, "");
+    let value = value.and_then(|value| deserializer.end().map(|()| value));
     // Before an error of the value: a misspelt required field is reported by its own name.
-    refuse_unknown_fields(&unknown)?;
-    Ok(value.map_err(|error: serde_json::Error| unreadable_body(error.into()))?)
+    if value.as_ref().err().is_none_or(serde_json::Error::is_data) {
+        refuse_unknown_fields(&unknown)?;
+    }
+    Ok(value.map_err(|error| unreadable_body(error.into()))?)
+}
+
+/// Finds the fields that `T` does not know in a JSON document.
+pub(super) fn find_unknown_fields_in_json<T: DeserializeOwned>(bytes: &[u8]) -> Vec<UnknownField> {
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let (_, unknown): (serde_json::Result<T>, _) = unknown_fields::parse(&mut deserializer, "");
+    unknown
 }
 
 /// Finds the fields that `T` does not know in a value of a body, which is at `pointer`.

@@ -16,6 +16,7 @@ mod deliveries;
 mod events;
 mod keys;
 mod results;
+mod rules;
 mod runs;
 mod sources;
 mod tasks;
@@ -25,6 +26,7 @@ use utoipa_axum::routes;
 
 use super::HttpState;
 
+pub use admin::audit::{AuditBody, AuditVerificationBody};
 pub use keys::session_tokens::SessionTokenBody;
 pub use keys::{KeyBody, NewKeyBody};
 pub use sources::{
@@ -60,8 +62,10 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(keys::rotate_key))
         .routes(routes!(keys::session_tokens::list, keys::session_tokens::create))
         .routes(routes!(keys::session_tokens::revoke))
-        .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
-        .routes(routes!(admin::audit))
+        .merge(rule_routes())
+        .routes(routes!(admin::audit::audit))
+        .routes(routes!(admin::audit::verify_audit))
+        .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
         .merge(approval_routes())
         .merge(run_routes())
@@ -81,6 +85,18 @@ fn approval_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(approvals::list_standing))
         .routes(routes!(approvals::revoke_standing))
         .routes(routes!(approvals::show))
+}
+
+/// Routes of access rules.
+fn rule_routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new()
+        .routes(routes!(rules::list, rules::put_all, rules::drop_short))
+        .routes(routes!(rules::explain))
+        .routes(routes!(rules::lint))
+        .routes(routes!(rules::rehearse))
+        .routes(routes!(rules::versions))
+        .routes(routes!(rules::rollback))
+        .routes(routes!(rules::show, rules::put, rules::drop_rule))
 }
 
 /// Routes of runs: stored conversations with models.

@@ -18,6 +18,7 @@ use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, Stream
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::json;
+use toolcrib::registry::audit;
 use toolcrib_protocol::outbound::is_loopback_host;
 
 use super::call_stream::{self, CallStoredSignal, CallStreamOptions, StreamId, StreamedRequest};
@@ -27,7 +28,7 @@ use super::resume::{self, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
 use super::sessions::{RestorableSessions, SessionKey};
 use super::tool_list::splice::ToolListSplice;
-use crate::auth::{self, McpRequest, OriginPolicy};
+use crate::auth::{self, OriginPolicy};
 use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
 
@@ -137,7 +138,6 @@ impl McpHttpState {
         let origins = &shared.settings.origins;
         check_host(&parts.headers, origins)?;
         check_origin(&parts.headers, &origins.allowed_origins)?;
-        parts.extensions.insert(McpRequest);
         let credentials =
             auth::authenticate_request(&shared.engine, origins, &parts.headers, &parts.extensions)?;
         let caller = credentials.caller().clone();
@@ -164,6 +164,7 @@ impl McpHttpState {
             self.transport.legacy_sessions.update_credentials(session, &view);
         }
         parts.extensions.insert(view.clone());
+        parts.extensions.insert(audit::current_origin());
         // The secret is removed here, so that no later code sees it.
         parts.headers.remove(header::AUTHORIZATION);
         if let Some(session) = session.as_ref().filter(|_| parts.method != Method::DELETE) {

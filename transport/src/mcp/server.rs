@@ -20,6 +20,8 @@ use rmcp::model::{
 };
 use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
+use toolcrib::domain::directory::audit::RequestOrigin;
+use toolcrib::registry::audit;
 use toolcrib::{Caller, Engine};
 
 use super::call_stream::ResumedCall;
@@ -129,6 +131,25 @@ impl McpHandler {
         let view = self.view(&context.extensions);
         RequestScope { shared: self.shared(), session: &self.session, view, context }
     }
+
+    async fn handle_tool_call(
+        &self,
+        mut params: CallToolRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let scope = self.scope(&context);
+        let parts = http_parts(&context.extensions);
+        if let Some(resumed) = parts.and_then(|parts| parts.extensions.get::<ResumedCall>()) {
+            return call::resume_stream(scope, &resumed.0).await;
+        }
+        if let Some(result) = builtin_calls::handle_call(scope, &mut params).await {
+            return result;
+        }
+        if scope.view.source.is_some() {
+            params.name = scope.view.qualified_tool_name(&params.name).into();
+        }
+        call::call_tool(scope, params, ToolDiscovery::List).await
+    }
 }
 
 impl ServerHandler for McpHandler {
@@ -173,21 +194,17 @@ impl ServerHandler for McpHandler {
 
     async fn call_tool(
         &self,
-        mut params: CallToolRequestParams,
+        params: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let scope = self.scope(&context);
+        // rmcp handles a request in a task of its own, which has no origin.
         let parts = http_parts(&context.extensions);
-        if let Some(resumed) = parts.and_then(|parts| parts.extensions.get::<ResumedCall>()) {
-            return call::resume_stream(scope, &resumed.0).await;
-        }
-        if let Some(result) = builtin_calls::handle_call(scope, &mut params).await {
-            return result;
-        }
-        if scope.view.source.is_some() {
-            params.name = scope.view.qualified_tool_name(&params.name).into();
-        }
-        call::call_tool(scope, params, ToolDiscovery::List).await
+        let origin = parts.and_then(|parts| parts.extensions.get::<RequestOrigin>()).cloned();
+        let origin = origin.unwrap_or_else(|| RequestOrigin {
+            transport: Some("mcp".to_owned()),
+            ..RequestOrigin::default()
+        });
+        audit::with_origin(origin, self.handle_tool_call(params, context)).await
     }
 
     async fn get_task(

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::calls::accept::Ticket;
 use crate::calls::{Calls, Dispatcher};
-use crate::domain::access_rules::{AccessDecision, AskDecision, RuleAction};
+use crate::domain::access_rules::{AccessDecision, AskDecision};
 use crate::domain::call::approval::{
     Approval, ApprovalRequest, ApprovalRequester, ApprovalStatus, ApprovalWebhook, CallApproval,
     PreviousApproval, binding_digest, find_changes,
@@ -21,8 +21,7 @@ use crate::lifecycle::approvals::hold_for_approval;
 use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::approvals::NewApproval;
-use crate::registry::AccessRequest;
-use crate::registry::catalog::{Catalog, CatalogEntry};
+use crate::registry::catalog::Catalog;
 
 /// The calls that the entries of one batch made or joined. Two entries of a batch never join each
 /// other.
@@ -35,26 +34,19 @@ pub(crate) struct RequiredApproval {
 }
 
 impl Calls {
-    /// Decides about a call with its arguments. A denial is audited and returned as an error.
-    pub(crate) async fn authorize_arguments(
+    /// Enforces a decision about a call. Returns the approval that the call needs, if it needs one.
+    pub(crate) async fn enforce_unless_asked(
         &self,
-        catalog: &Catalog,
         caller: &Caller,
-        tool: &CatalogEntry,
         call: &Call,
+        decision: AccessDecision,
     ) -> Result<Option<AskDecision>, Error> {
-        let request = AccessRequest {
-            args: Some(&call.target.args),
-            run_id: Some(&call.run_id),
-            now_ms: call.created_ms,
-            ..AccessRequest::of(tool)
+        let ask = match &decision {
+            AccessDecision::Ask(ask) => Some((**ask).clone()),
+            AccessDecision::Allowed | AccessDecision::Denied(_) => None,
         };
-        let decision = catalog.authorize(caller, RuleAction::Invoke, &request);
-        if let AccessDecision::Ask(ask) = decision {
-            return Ok(Some(*ask));
-        }
         self.registry.enforce_decision(caller, &call.tool_name, decision).await?;
-        Ok(None)
+        Ok(ask)
     }
 
     /// Holds a new call for the approval that its rule asks for, unless a standing approval releases

@@ -21,6 +21,7 @@ use crate::domain::json::Json;
 use crate::domain::tool::Effect;
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
+use crate::registry::audit;
 use crate::registry::catalog::CatalogEntry;
 use crate::rejoin::PendingDelivery;
 
@@ -147,7 +148,8 @@ impl BatchExecution {
             let tasks = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
             let each = lanes.len().div_ceil(tasks);
             while lanes.len() > each {
-                others.spawn(self.clone().run_lanes(lanes.split_off(lanes.len() - each)));
+                let running = self.clone().run_lanes(lanes.split_off(lanes.len() - each));
+                others.spawn(audit::with_origin(audit::current_origin(), running));
             }
         }
         self.clone().run_lanes(lanes).await;

@@ -56,6 +56,8 @@ impl TestQueue {
             project: "p".into(),
             run_id: "r".into(),
             agent: "a".into(),
+            auth_method: Default::default(),
+            attributes: Default::default(),
             number: 1,
             tool: "t".into(),
             effect,

@@ -3,6 +3,7 @@
 //! It is deliberately simple: one lock over plain maps. It keeps everything until it is purged.
 
 mod approvals;
+mod audit;
 mod credentials;
 mod directory;
 mod rules;
@@ -41,7 +42,7 @@ struct MemoryState {
     project_tools: Vec<crate::domain::tool::ToolDefinition>,
     /// The tools of upstreams, each with its upstream's name.
     upstream_tools: Vec<(String, crate::domain::tool::ToolDefinition)>,
-    audit: Vec<AuditEntry>,
+    audit: audit::MemoryAuditLog,
     runs: runs::MemoryRuns,
     credentials: credentials::Credentials,
     rules: rules::MemoryRules,
@@ -99,7 +100,7 @@ impl MemoryState {
         self.undelivered.extend(new.undelivered.map(|request| (request.id.clone(), request)));
         if let Some(new) = new.approval {
             self.approvals.by_id.insert(new.approval.id.clone(), new.approval);
-            self.audit.push(new.audit);
+            self.audit.append(new.audit);
         }
     }
 
@@ -354,14 +355,8 @@ impl Store for MemoryStore {
         state.approvals.purge_standing(ended_before_ms);
         let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
         let loops = state.purge_ended_runs(ended_before_ms, limit);
-        let mut left = limit;
-        state.audit.retain(|entry| {
-            let goes = entry.at_ms < ended_before_ms && left > 0;
-            left -= usize::from(goes);
-            !goes
-        });
         let calls = old.len();
-        let max_count = calls.max(runs).max(loops).max(limit - left);
+        let max_count = calls.max(runs).max(loops);
         Ok(PurgeResult { calls, has_more: max_count == limit })
     }
 
@@ -399,7 +394,9 @@ impl Store for MemoryStore {
             _ => {}
         }
         state.apply(change);
-        state.audit.extend(audit);
+        if let Some(entry) = audit {
+            state.audit.append(entry);
+        }
         Ok(SaveResult::Saved)
     }
 
@@ -410,18 +407,12 @@ impl Store for MemoryStore {
     }
 
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError> {
-        self.state.lock().audit.push(entry);
+        self.state.lock().audit.append(entry);
         Ok(())
     }
 
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        let state = self.state.lock();
-        let about = |entry: &&AuditEntry| project.as_ref().is_none_or(|p| *p == entry.project);
-        Ok(state.audit.iter().rev().filter(about).take(limit).cloned().collect())
+    fn audit(&self) -> &dyn super::audit::AuditStore {
+        self
     }
 
     async fn check_health(&self) -> Result<(), StoreError> {

@@ -3,8 +3,6 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
-use toolcrib::domain::directory::AuditEntry;
 use toolcrib::registry::CreatedKey;
 use toolcrib::{Caller, Engine};
 use toolcrib_transport::auth::generate_secret;
@@ -118,65 +116,6 @@ impl AdminTarget {
             Self::Local { engine, caller, .. } => Ok(engine.admin().revoke_key(caller, id).await?),
         }
     }
-
-    pub async fn set_rule(
-        &self,
-        agent: &str,
-        pattern: &str,
-        verdict: RuleVerdict,
-    ) -> Result<Value, CommandFailure> {
-        let body = json!({"agent": agent, "pattern": pattern, "verdict": verdict.as_str()});
-        match self {
-            Self::Remote { client } => {
-                client.request_json(ApiRequest::new(Method::PUT, &["v1", "rules"]).body(body)).await
-            }
-            Self::Local { engine, caller, .. } => {
-                let rule = AccessRule::short(&caller.project, agent, pattern, verdict);
-                engine.admin().set_rule(caller, rule).await?;
-                Ok(body)
-            }
-        }
-    }
-
-    pub async fn remove_rule(&self, agent: &str, pattern: &str) -> Result<(), CommandFailure> {
-        match self {
-            Self::Remote { client } => {
-                let ask = ApiRequest::new(Method::DELETE, &["v1", "rules"])
-                    .query("agent", Some(agent))
-                    .query("pattern", Some(pattern));
-                client.request_json(ask).await.map(|_| ())
-            }
-            Self::Local { engine, caller, .. } => {
-                Ok(engine.admin().remove_rule(caller, &caller.project, agent, pattern).await?)
-            }
-        }
-    }
-
-    pub async fn rules(&self) -> Result<Value, CommandFailure> {
-        match self {
-            Self::Remote { client } => client.request_json(ApiRequest::get(&["v1", "rules"])).await,
-            Self::Local { engine, caller, .. } => {
-                let rules: Vec<Value> =
-                    engine.admin().rules(caller)?.iter().map(rule_body).collect();
-                Ok(json!({ "rules": rules }))
-            }
-        }
-    }
-
-    pub async fn audit(&self, limit: u32) -> Result<Value, CommandFailure> {
-        match self {
-            Self::Remote { client } => {
-                client
-                    .request_json(ApiRequest::get(&["v1", "audit"]).query("limit", Some(limit)))
-                    .await
-            }
-            Self::Local { engine, caller, .. } => {
-                let log = engine.admin().audit_log(caller, limit as usize).await?;
-                let log: Vec<Value> = log.iter().map(audit_entry_body).collect();
-                Ok(json!({ "audit": log }))
-            }
-        }
-    }
 }
 
 fn created_key_body(created: &CreatedKey) -> Result<Value, CommandFailure> {
@@ -184,19 +123,4 @@ fn created_key_body(created: &CreatedKey) -> Result<Value, CommandFailure> {
     let mut body = serde_json::to_value(body).map_err(anyhow::Error::from)?;
     body["key"] = created.secret.clone().into();
     Ok(body)
-}
-
-fn rule_body(rule: &AccessRule) -> Value {
-    let (agent, pattern) = rule.as_short().unwrap_or(("*", "*"));
-    json!({"agent": agent, "pattern": pattern, "verdict": rule.verdict.as_str()})
-}
-
-fn audit_entry_body(entry: &AuditEntry) -> Value {
-    json!({
-        "at_ms": entry.at_ms,
-        "agent": entry.agent,
-        "action": entry.action,
-        "subject": entry.subject,
-        "reason": entry.reason,
-    })
 }

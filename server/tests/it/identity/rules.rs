@@ -37,8 +37,8 @@ async fn every_tool_is_denied_until_a_rule_allows_it() {
     ada.get("/v1/tools/calculation.eval").await.refused(404, "TOOL_NOT_FOUND");
     let unknown = ada.post("/v1/tools/no.such/invoke", sum_body()).await;
     unknown.refused(403, "PERMISSION_DENIED");
-    let audit = admin.get("/v1/audit").await.is(200);
-    let entry = &audit["audit"][1];
+    let audit = admin.audit_entries().await;
+    let entry = &audit[1];
     assert_eq!((&entry["action"], &entry["agent"]), (&json!("call.denied"), &json!("ada")));
     assert_eq!(entry["subject"], "calculation.eval");
     assert!(entry["reason"].as_str().unwrap().contains("no rule"), "{entry}");
@@ -87,7 +87,10 @@ async fn patterns_and_rules_for_all_agents_apply() {
     ada.post("/v1/tools/file.read/invoke", body).await.is(202);
     let rules = admin.get("/v1/rules").await.is(200);
     let rules = rules["rules"].as_array().unwrap();
-    assert!(rules.contains(&json!({ "agent": "*", "pattern": "*.write", "verdict": "deny" })));
+    assert!(rules.contains(&json!({
+        "id": "deny:*:*.write", "verdict": "deny", "tools": ["*.write"],
+        "agent": "*", "pattern": "*.write",
+    })));
     assert_eq!(rules.len(), 5);
 }
 

@@ -13,6 +13,7 @@ pub struct Api {
     http: Client,
     key: Option<String>,
     project: Option<String>,
+    asserted: Vec<(&'static str, String)>,
 }
 
 /// A complete response.
@@ -82,7 +83,7 @@ impl Api {
 
     pub fn new(address: &str) -> Self {
         let http = Client::builder().no_proxy().timeout(super::PATIENCE * 2).build().unwrap();
-        Self { address: address.to_owned(), http, key: None, project: None }
+        Self { address: address.to_owned(), http, key: None, project: None, asserted: Vec::new() }
     }
 
     pub fn key(mut self, key: &str) -> Self {
@@ -92,6 +93,18 @@ impl Api {
 
     pub fn project(mut self, project: &str) -> Self {
         self.project = Some(project.to_owned());
+        self
+    }
+
+    /// Asserts a user with every request.
+    pub fn user(mut self, user: &str) -> Self {
+        self.asserted.push(("x-toolcrib-user", user.to_owned()));
+        self
+    }
+
+    /// Asserts a session with every request.
+    pub fn session(mut self, session: &str) -> Self {
+        self.asserted.push(("x-toolcrib-session", session.to_owned()));
         self
     }
 
@@ -108,6 +121,9 @@ impl Api {
         }
         if let Some(project) = &self.project {
             request = request.header("x-toolcrib-project", project);
+        }
+        for (name, value) in &self.asserted {
+            request = request.header(*name, value);
         }
         request
     }
@@ -164,6 +180,19 @@ impl Api {
     /// Returns the current state of a call.
     pub async fn call(&self, id: &str) -> Value {
         self.get(&format!("/v1/tool_calls/{id}")).await.is(200)
+    }
+
+    /// Returns the audit log without sign-ins, which are written in the background. Newest first.
+    pub async fn audit_entries(&self) -> Vec<Value> {
+        let log = self.get("/v1/audit?limit=1000").await.is(200);
+        let is_sign_in = |entry: &Value| entry["action"].as_str().unwrap().starts_with("sign_in");
+        let entries = log["audit"].as_array().unwrap().iter();
+        entries.filter(|entry| !is_sign_in(entry)).cloned().collect()
+    }
+
+    /// Returns the headers that assert a user or a session.
+    pub fn asserted(&self) -> &[(&'static str, String)] {
+        &self.asserted
     }
 
     /// Waits until a call has ended.

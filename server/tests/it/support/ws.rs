@@ -28,6 +28,9 @@ impl Ws {
             let value = format!("Bearer {key}").parse().unwrap();
             request.headers_mut().insert("authorization", value);
         }
+        for (name, value) in api.asserted() {
+            request.headers_mut().insert(*name, value.parse().unwrap());
+        }
         let (socket, _) = soon("a WebSocket", connect_async(request)).await?;
         Ok(Self { socket, buffered: VecDeque::new() })
     }

@@ -16,7 +16,7 @@ use crate::row::{
     encode_events, encode_new_call_events, read_approval,
 };
 use crate::sqlite::SqliteStore;
-use crate::sqlite::directory::insert_audit_entry;
+use crate::sqlite::directory::audit::insert_audit_entry;
 use crate::sqlite::reader::query_map;
 use crate::sqlite::writer::{NewCallRow, WriterConnection};
 

@@ -27,6 +27,7 @@ async fn create_first_version(earlier: &Client, current: &Client) {
                 "(SELECT t.*, tool_call_id AS id, CASE WHEN hold IN ('input', 'after') \
                  THEN 'queue' ELSE hold END AS stored_hold FROM toolcrib.tool_calls t)"
             }
+            "toolcrib.keys" => "(SELECT k.*, roles AS role FROM toolcrib.keys k)",
             "toolcrib.tools" => "toolcrib.client_tools",
             same => same,
         };

@@ -140,9 +140,11 @@ async fn timestamps_are_integers() {
 }
 
 #[tokio::test]
-async fn a_role_is_one_of_three() {
-    assert_rejected("UPDATE keys SET role = 'root'", "role IN ('agent', 'provider', 'admin')")
-        .await;
+async fn a_role_is_one_of_five() {
+    for roles in ["root", "", "agent,root", "agent provider", "xagent"] {
+        let sql = format!("UPDATE keys SET roles = '{roles}'");
+        assert_rejected(&sql, "roles <> '' AND").await;
+    }
 }
 
 #[tokio::test]
@@ -153,7 +155,8 @@ async fn an_api_key_is_not_revoked_before_its_creation() {
 
 #[tokio::test]
 async fn a_key_digest_is_unique() {
-    let sql = "INSERT INTO keys SELECT 'key_2', digest, project, agent, role, 1, NULL, 1 FROM keys";
+    let sql = "INSERT INTO keys SELECT 'key_2', digest, project, agent, roles, attributes, 1, NULL, \
+               NULL, 1 FROM keys";
     assert_rejected(sql, "UNIQUE constraint failed: keys.digest").await;
 }
 

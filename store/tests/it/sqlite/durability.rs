@@ -42,6 +42,7 @@ fn add_key_change(id: &str) -> (DirectoryChange, AuditEntry) {
         action: "key.created".into(),
         subject: id.into(),
         reason: String::new(),
+        ..AuditEntry::default()
     };
     (DirectoryChange::AddKey(key), entry)
 }

@@ -48,6 +48,7 @@ fn create_earlier(path: &Path, version: i64, current: &Path) {
         };
         let values = columns.iter().map(|column| match (table.as_str(), column.as_str()) {
             ("calls", "id") => "tool_call_id",
+            ("keys", "role") => "roles",
             ("calls", "hold") => "CASE WHEN hold IN ('input', 'after') THEN 'queue' ELSE hold END",
             (_, same) => same,
         });

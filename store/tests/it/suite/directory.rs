@@ -85,6 +85,7 @@ pub fn entry(project: &str, subject: &str) -> AuditEntry {
         action: "key.created".into(),
         subject: subject.into(),
         reason: "weil 🦀".into(),
+        ..AuditEntry::default()
     }
 }
 

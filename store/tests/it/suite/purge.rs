@@ -2,7 +2,6 @@
 //! steps.
 
 use toolcrib::domain::call::{Call, Status};
-use toolcrib::domain::directory::AuditEntry;
 use toolcrib::domain::event::EventKind;
 use toolcrib::ports::store::{CreateCallResult, Store};
 
@@ -94,24 +93,6 @@ pub async fn event_numbers_are_not_reused_after_a_purge(store: &dyn Store) {
     put(store, &next).await;
     let first = history(store, of_call(&next)).await[0].number;
     assert!(first > newest, "{first} came after {newest}");
-}
-
-pub async fn old_audit_entries_are_deleted(store: &dyn Store) {
-    let entry = |at_ms| AuditEntry {
-        at_ms,
-        project: "p".into(),
-        agent: "ada".into(),
-        action: "call.denied".into(),
-        subject: "file.write".into(),
-        reason: "no rule".into(),
-    };
-    for at_ms in [NOW - 2, NOW - 1, NOW] {
-        store.append_audit_entry(entry(at_ms)).await.unwrap();
-    }
-    store.purge(NOW, 1).await.unwrap();
-    assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry(NOW), entry(NOW - 1)]);
-    store.purge(NOW, 10).await.unwrap();
-    assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry(NOW)]);
 }
 
 pub async fn a_purge_without_a_cutoff_deletes_every_ended_call(store: &dyn Store) {

@@ -358,6 +358,7 @@ pub async fn an_old_tool_version_is_purged_after_its_last_possible_call(store: &
             action: "tool.set".into(),
             subject: "a.b".into(),
             reason: String::new(),
+            ..AuditEntry::default()
         };
         assert_eq!(
             store.change_directory(change, version, Some(entry)).await.unwrap(),

@@ -52,6 +52,11 @@ impl UnknownField {
         }
     }
 
+    /// Returns true if the position of the field begins with this JSON pointer.
+    pub(crate) fn is_within(&self, pointer: &str) -> bool {
+        self.pointer.starts_with(pointer)
+    }
+
     fn message(&self) -> String {
         let name = &self.name;
         match self.suggestion {

@@ -56,7 +56,7 @@ impl MemoryState {
         }
         let standing = standing.map(|standing| (standing.id.clone(), standing));
         self.approvals.standing.extend(standing);
-        self.audit.extend(audit);
+        audit.into_iter().for_each(|entry| self.audit.append(entry));
         SaveResult::Saved
     }
 }
@@ -139,7 +139,7 @@ impl ApprovalStore for MemoryStore {
     ) -> Result<(), StoreError> {
         let mut state = self.state.lock();
         state.approvals.standing.insert(standing.id.clone(), standing);
-        state.audit.push(audit);
+        state.audit.append(audit);
         Ok(())
     }
 

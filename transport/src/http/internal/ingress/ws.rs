@@ -29,7 +29,9 @@ use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig
 use tokio_tungstenite::tungstenite::{self, Message as Frame, Utf8Bytes};
 use toolcrib::calls::AttemptReport;
 use toolcrib::clients::{ClientSession, ConnectOptions, Redelivery, Transport};
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::registry::audit;
 use toolcrib::{CallId, Caller, Engine};
 
 use super::super::super::wire::FaultBody;
@@ -38,7 +40,10 @@ use super::super::register::{RegisterBody, ToolOfferBody};
 use super::super::submit::{ProgressBody, SubmitBody};
 use super::{IngressMessage, resolve_window, to_json};
 use crate::auth::RequestCredentials;
-use crate::http::extract::{parse_checked_json, replace_lone_surrogates};
+use crate::http::extract::{
+    UnknownField, find_unknown_fields_in_json, parse_checked_json, refuse_unknown_fields,
+    replace_lone_surrogates,
+};
 use crate::http::internal::ingress::ws::frame_inspector::FrameInspector;
 use crate::http::internal::ingress::ws::message_limiter::{MessageLimiter, MessagePermit};
 use crate::http::problem::ApiError;
@@ -99,7 +104,8 @@ pub(in super::super) async fn ws(
     let upgrade = request.extensions_mut().remove::<OnUpgrade>();
     let upgrade = upgrade.ok_or_else(|| refused("this connection cannot be one".to_owned()))?;
     let permit = request.extensions_mut().remove::<ConnectionPermit>();
-    tokio::spawn(async move {
+    let origin = RequestOrigin { transport: Some("websocket".into()), ..audit::current_origin() };
+    tokio::spawn(audit::with_origin(origin, async move {
         let Ok(upgraded) = upgrade.await else { return };
         let limit = state.max_report_bytes();
         let limits = WebSocketConfig::default();
@@ -111,7 +117,7 @@ pub(in super::super) async fn ws(
         let socket = Socket::from_raw_socket(tap, Role::Server, Some(limits)).await;
         run_connection(state, caller, standing, socket).await;
         drop(permit);
-    });
+    }));
     Ok(answer)
 }
 
@@ -153,6 +159,15 @@ async fn run_connection(
     conversation.run(socket, session).await;
 }
 
+/// Refuses unknown fields of the tools in a `hello`, as a registration over HTTP does. The message
+/// itself may have further fields.
+fn refuse_unknown_offer_fields(payload: &[u8]) -> Result<(), Error> {
+    let unknown = find_unknown_fields_in_json::<HelloMessage>(payload);
+    let in_offers: Vec<UnknownField> =
+        unknown.into_iter().filter(|field| field.is_within("/tools/")).collect();
+    refuse_unknown_fields(&in_offers)
+}
+
 /// Waits for `hello`. Returns `Err(None)` if the client disconnected.
 async fn handshake(
     state: &HttpState,
@@ -176,6 +191,7 @@ async fn handshake(
         let message = "the first message must be hello";
         return Err(Some(Error::refused(Code::BadRequest, message)));
     }
+    refuse_unknown_offer_fields(&payload).map_err(Some)?;
     let hello: HelloMessage = parse_payload(&payload).map_err(Some)?;
     let window =
         resolve_window("max_in_flight", hello.max_in_flight, state.settings.default_max_in_flight);

@@ -88,7 +88,7 @@ pub(in super::super) async fn run_events(
     credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let subscription = state.engine.runs().subscribe_run(&caller, &run_id);
+    let subscription = state.engine.runs().subscribe_run(&caller, &run_id).await?;
     Ok(stream_run(state.engine, credentials, run_id, after, subscription))
 }
 

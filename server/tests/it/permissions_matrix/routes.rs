@@ -1,4 +1,5 @@
 //! Requests every documented route with every kind of caller. A route without a row fails the test.
+//! Unknown and forbidden look alike: what belongs to another caller or project is answered with 404.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,106 +10,201 @@ use crate::support::api::offer;
 use crate::support::ws::Ws;
 use crate::support::{Api, Server};
 
-/// Expected status codes for agent, provider, admin and the admin of another project. A caller
-/// without a key, or with a wrong or revoked one, gets 401 from every route that requires a key.
+/// Expected status codes for agent, provider, admin, the admin of another project, approver,
+/// auditor, the operator, and a session token of the agent. A caller without a key, or with a wrong,
+/// revoked, rotated or expired one, gets 401 from every route that requires a key.
 enum Row {
     Open,
-    Keyed([u16; 4]),
+    Keyed([u16; 8]),
 }
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 91] = [
-    ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
-    ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
-    ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
-    ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
-    ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200])),
-    ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
-    ("get", "/v1/tool_calls/{tool_call_id}/result", Keyed([200, 200, 200, 404])),
-    ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
-    ("post", "/v1/tool_calls/{tool_call_id}/answer", Keyed([409, 403, 409, 404])),
-    ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
-    ("get", "/v1/tool_calls/{tool_call_id}/deliveries", Keyed([200, 403, 200, 404])),
-    ("post", "/v1/tool_calls/{tool_call_id}/deliveries/repeat", Keyed([202, 403, 202, 404])),
-    ("get", "/v1/deliveries", Keyed([200, 403, 200, 200])),
-    ("get", "/v1/tasks", Keyed([200, 200, 200, 200])),
-    ("get", "/v1/tasks/{task_id}", Keyed([200, 200, 200, 404])),
-    ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404])),
-    ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404])),
-    ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
-    ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200])),
-    ("put", "/v1/runs/{run_id}/context/tool_definitions", Keyed([200, 403, 200, 200])),
-    ("post", "/v1/runs/{run_id}/context/tool_calls", Keyed([201, 403, 201, 201])),
+const TABLE: [(&str, &str, Row); 97] = [
+    ("get", "/v1/tools", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 404, 404, 200, 200])),
+    ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 403, 403, 202, 202])),
+    ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200, 403, 403, 202, 202])),
+    ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    (
+        "get",
+        "/v1/tool_calls/{tool_call_id}/result",
+        Keyed([200, 200, 200, 404, 200, 200, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/tool_calls/{tool_call_id}/cancel",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/tool_calls/{tool_call_id}/answer",
+        Keyed([409, 403, 409, 404, 403, 403, 409, 409]),
+    ),
+    (
+        "get",
+        "/v1/tool_calls/{tool_call_id}/events",
+        Keyed([200, 200, 200, 404, 200, 200, 200, 200]),
+    ),
+    (
+        "get",
+        "/v1/tool_calls/{tool_call_id}/deliveries",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/tool_calls/{tool_call_id}/deliveries/repeat",
+        Keyed([202, 403, 202, 404, 403, 403, 202, 202]),
+    ),
+    ("get", "/v1/deliveries", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
+    ("get", "/v1/tasks", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/tasks/{task_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404, 403, 403, 200, 200])),
+    ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    (
+        "put",
+        "/v1/runs/{run_id}/context/tool_definitions",
+        Keyed([200, 403, 200, 200, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/runs/{run_id}/context/tool_calls",
+        Keyed([201, 403, 201, 201, 403, 403, 201, 201]),
+    ),
     // Only the agent that reported a call finds it by its call id.
-    ("post", "/v1/runs/{run_id}/context/tool_results", Keyed([404, 403, 200, 404])),
-    ("get", "/v1/runs", Keyed([200, 200, 200, 200])),
-    ("post", "/v1/runs", Keyed([202, 403, 202, 202])),
-    ("get", "/v1/runs/{run_id}", Keyed([200, 200, 200, 404])),
-    ("post", "/v1/runs/{run_id}/cancel", Keyed([200, 403, 200, 404])),
+    (
+        "post",
+        "/v1/runs/{run_id}/context/tool_results",
+        Keyed([404, 403, 200, 404, 403, 403, 200, 404]),
+    ),
+    ("get", "/v1/runs", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("post", "/v1/runs", Keyed([202, 403, 202, 202, 403, 403, 202, 202])),
+    ("get", "/v1/runs/{run_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("post", "/v1/runs/{run_id}/cancel", Keyed([200, 403, 200, 404, 403, 403, 200, 200])),
     // A run acts with the rights of the agent that started it.
-    ("post", "/v1/runs/{run_id}/messages", Keyed([403, 403, 202, 404])),
-    ("post", "/v1/runs/{run_id}/resume", Keyed([403, 403, 202, 404])),
-    ("post", "/v1/runs/{run_id}/replay", Keyed([200, 403, 200, 404])),
-    ("get", "/v1/events", Keyed([200, 200, 200, 200])),
-    ("get", "/v1/models", Keyed([200, 200, 200, 200])),
-    ("get", "/v1/models/{model}", Keyed([200, 200, 200, 200])),
-    ("post", "/v1/chat/completions", Keyed([200, 403, 200, 200])),
-    ("post", "/v1/responses", Keyed([200, 403, 200, 200])),
-    ("get", "/v1/keys", Keyed([403, 403, 200, 200])),
-    ("post", "/v1/keys", Keyed([403, 403, 201, 201])),
-    ("delete", "/v1/keys/{id}", Keyed([403, 403, 204, 404])),
-    ("get", "/v1/rules", Keyed([403, 403, 200, 200])),
-    ("put", "/v1/rules", Keyed([403, 403, 200, 200])),
-    ("delete", "/v1/rules", Keyed([403, 403, 204, 404])),
-    ("get", "/v1/audit", Keyed([403, 403, 200, 200])),
-    ("get", "/v1/clients", Keyed([403, 403, 200, 200])),
-    ("get", "/v1/sources/mcp", Keyed([403, 403, 200, 200])),
-    ("post", "/v1/sources/mcp", Keyed([403, 403, 201, 201])),
-    ("get", "/v1/sources/mcp/{name}", Keyed([403, 403, 200, 404])),
-    ("delete", "/v1/sources/mcp/{name}", Keyed([403, 403, 204, 404])),
-    ("post", "/v1/sources/mcp/{name}/accept", Keyed([403, 403, 200, 404])),
-    ("post", "/v1/sources/mcp/{name}/refresh", Keyed([403, 403, 200, 404])),
+    ("post", "/v1/runs/{run_id}/messages", Keyed([403, 403, 202, 404, 403, 403, 202, 403])),
+    ("post", "/v1/runs/{run_id}/resume", Keyed([403, 403, 202, 404, 403, 403, 202, 403])),
+    ("post", "/v1/runs/{run_id}/replay", Keyed([200, 403, 200, 404, 403, 403, 200, 200])),
+    ("get", "/v1/events", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/models", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/models/{model}", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("post", "/v1/chat/completions", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
+    ("post", "/v1/responses", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
+    ("get", "/v1/keys", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("post", "/v1/keys", Keyed([403, 403, 201, 201, 403, 403, 201, 403])),
+    ("delete", "/v1/keys/{id}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("post", "/v1/keys/{id}/rotate", Keyed([403, 403, 201, 404, 403, 403, 201, 403])),
+    ("get", "/v1/session_tokens", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("post", "/v1/session_tokens", Keyed([201, 201, 201, 201, 403, 403, 403, 403])),
+    ("delete", "/v1/session_tokens/{id}", Keyed([404, 404, 204, 404, 404, 403, 204, 404])),
+    ("get", "/v1/rules", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("put", "/v1/rules", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("delete", "/v1/rules", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("get", "/v1/audit", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("get", "/v1/audit/export", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("get", "/v1/audit/verify", Keyed([403, 403, 200, 200, 403, 200, 200, 403])),
+    ("get", "/v1/clients", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("get", "/v1/sources/mcp", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("post", "/v1/sources/mcp", Keyed([403, 403, 201, 201, 403, 403, 201, 403])),
+    ("get", "/v1/sources/mcp/{name}", Keyed([403, 403, 200, 404, 403, 403, 200, 403])),
+    ("delete", "/v1/sources/mcp/{name}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("post", "/v1/sources/mcp/{name}/accept", Keyed([403, 403, 200, 404, 403, 403, 200, 403])),
+    ("post", "/v1/sources/mcp/{name}/refresh", Keyed([403, 403, 200, 404, 403, 403, 200, 403])),
     // A stdio server takes no access tokens.
-    ("post", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 409, 404])),
-    ("delete", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 204, 404])),
+    ("post", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 409, 404, 403, 403, 409, 403])),
+    ("delete", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
     ("get", "/oauth/callback", Open),
     ("get", "/oauth/client.json", Open),
-    ("post", "/internal/tools/register", Keyed([403, 200, 200, 200])),
-    ("delete", "/internal/tools/{name}", Keyed([403, 204, 204, 404])),
-    ("delete", "/internal/clients/{client_id}", Keyed([403, 204, 204, 404])),
-    ("post", "/internal/tool_calls/{tool_call_id}/submit", Keyed([403, 200, 200, 404])),
-    ("post", "/internal/tool_calls/{tool_call_id}/ack", Keyed([403, 200, 200, 404])),
-    ("post", "/internal/tool_calls/{tool_call_id}/progress", Keyed([403, 200, 200, 404])),
-    ("get", "/internal/ingress/poll", Keyed([403, 200, 200, 404])),
-    ("get", "/internal/ingress/sse", Keyed([403, 200, 200, 404])),
-    ("get", "/projects", Keyed([200, 200, 200, 200])),
-    ("post", "/projects", Keyed([403, 403, 403, 403])),
-    ("get", "/projects/{project_id}/tools", Keyed([403, 200, 200, 404])),
-    ("post", "/projects/{project_id}/tools", Keyed([403, 201, 201, 404])),
-    ("post", "/projects/{project_id}/tools/import", Keyed([403, 201, 201, 404])),
-    ("get", "/projects/{project_id}/tools/{tool_name}", Keyed([403, 200, 200, 404])),
-    ("delete", "/projects/{project_id}/tools/{tool_name}", Keyed([403, 204, 204, 404])),
-    ("get", "/v1/tool_calls/{tool_call_id}/cards", Keyed([200, 200, 200, 404])),
-    ("get", "/v1/cards/{card_id}", Keyed([200, 200, 200, 404])),
-    ("post", "/v1/cards", Keyed([403, 201, 201, 201])),
-    ("post", "/v1/tool_results", Keyed([403, 404, 404, 404])),
-    ("get", "/v1/dead_letters", Keyed([403, 403, 200, 200])),
-    ("post", "/v1/dead_letters/{id}/redrive", Keyed([403, 403, 404, 404])),
-    ("get", "/v1/agents", Keyed([200, 200, 200, 200])),
-    ("get", "/v1/agents/{agent_id}", Keyed([200, 200, 200, 404])),
-    ("put", "/v1/agents/{agent_id}", Keyed([403, 403, 200, 200])),
-    ("delete", "/v1/agents/{agent_id}", Keyed([403, 403, 204, 404])),
-    ("get", "/v1/agents/{agent_id}/inbox", Keyed([200, 403, 200, 200])),
-    ("post", "/v1/agents/{agent_id}/inbox/ack", Keyed([200, 403, 200, 200])),
-    ("post", "/v1/agents/{agent_id}/turns", Keyed([201, 403, 201, 404])),
-    ("get", "/v1/agents/{agent_id}/turns/{agent_turn_id}", Keyed([200, 403, 200, 404])),
-    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/dispatch", Keyed([200, 403, 200, 404])),
-    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", Keyed([200, 403, 200, 404])),
-    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", Keyed([409, 403, 409, 404])),
-    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume", Keyed([409, 403, 409, 404])),
-    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", Keyed([200, 403, 200, 404])),
-    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", Keyed([200, 403, 200, 404])),
+    ("post", "/internal/tools/register", Keyed([403, 200, 200, 200, 403, 403, 200, 403])),
+    ("delete", "/internal/tools/{name}", Keyed([403, 204, 204, 404, 403, 403, 204, 403])),
+    ("delete", "/internal/clients/{client_id}", Keyed([403, 204, 204, 404, 403, 403, 204, 403])),
+    (
+        "post",
+        "/internal/tool_calls/{tool_call_id}/submit",
+        Keyed([403, 200, 200, 404, 403, 403, 200, 403]),
+    ),
+    (
+        "post",
+        "/internal/tool_calls/{tool_call_id}/ack",
+        Keyed([403, 200, 200, 404, 403, 403, 200, 403]),
+    ),
+    (
+        "post",
+        "/internal/tool_calls/{tool_call_id}/progress",
+        Keyed([403, 200, 200, 404, 403, 403, 200, 403]),
+    ),
+    ("get", "/internal/ingress/poll", Keyed([403, 200, 200, 404, 403, 403, 200, 403])),
+    ("get", "/internal/ingress/sse", Keyed([403, 200, 200, 404, 403, 403, 200, 403])),
+    ("get", "/projects", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("post", "/projects", Keyed([403, 403, 403, 403, 403, 403, 201, 403])),
+    ("get", "/projects/{project_id}/tools", Keyed([403, 200, 200, 404, 403, 403, 200, 403])),
+    ("post", "/projects/{project_id}/tools", Keyed([403, 201, 201, 404, 403, 403, 201, 403])),
+    (
+        "post",
+        "/projects/{project_id}/tools/import",
+        Keyed([403, 201, 201, 404, 403, 403, 201, 403]),
+    ),
+    (
+        "get",
+        "/projects/{project_id}/tools/{tool_name}",
+        Keyed([403, 200, 200, 404, 403, 403, 200, 403]),
+    ),
+    (
+        "delete",
+        "/projects/{project_id}/tools/{tool_name}",
+        Keyed([403, 204, 204, 404, 403, 403, 204, 403]),
+    ),
+    ("get", "/v1/tool_calls/{tool_call_id}/cards", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("get", "/v1/cards/{card_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("post", "/v1/cards", Keyed([403, 201, 201, 201, 403, 403, 201, 403])),
+    ("post", "/v1/tool_results", Keyed([403, 404, 404, 404, 403, 403, 404, 403])),
+    ("get", "/v1/dead_letters", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("post", "/v1/dead_letters/{id}/redrive", Keyed([403, 403, 404, 404, 403, 403, 404, 403])),
+    ("get", "/v1/agents", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/agents/{agent_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("put", "/v1/agents/{agent_id}", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
+    ("delete", "/v1/agents/{agent_id}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("get", "/v1/agents/{agent_id}/inbox", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
+    ("post", "/v1/agents/{agent_id}/inbox/ack", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
+    ("post", "/v1/agents/{agent_id}/turns", Keyed([201, 403, 201, 404, 403, 403, 201, 201])),
+    (
+        "get",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}/dispatch",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend",
+        Keyed([409, 403, 409, 404, 403, 403, 409, 409]),
+    ),
+    (
+        "post",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume",
+        Keyed([409, 403, 409, 404, 403, 403, 409, 409]),
+    ),
+    (
+        "post",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
+    (
+        "post",
+        "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop",
+        Keyed([200, 403, 200, 404, 403, 403, 200, 200]),
+    ),
     ("get", "/healthz", Open),
     ("get", "/livez", Open),
     ("get", "/readyz", Open),
@@ -202,6 +298,11 @@ impl Fixture {
                 self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
             filled_path = filled_path.replace("{id}", created["id"].as_str().unwrap());
         }
+        if path.contains("/session_tokens/{id}") {
+            let minted = self.admin.post("/v1/session_tokens", json!({ "ttl_s": 60 })).await;
+            let minted = minted.is(201);
+            filled_path = filled_path.replace("{id}", minted["id"].as_str().unwrap());
+        }
         if path.contains("{client_id}") {
             self.provider.register("temporary", json!([offer("t.tool")])).await;
             filled_path = filled_path.replace("{client_id}", "temporary");
@@ -223,7 +324,10 @@ impl Fixture {
     async fn body(&self, path: &str) -> Value {
         match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
-            "/projects" => json!({ "project_id": "fresh" }),
+            "/projects" => {
+                let id = ulid::Ulid::generate().to_string().to_lowercase();
+                json!({ "project_id": format!("fresh-{id}") })
+            }
             "/projects/{project_id}/tools" => project_tool(),
             "/projects/{project_id}/tools/import" => openapi(),
             "/v1/cards" => result_card(),
@@ -248,11 +352,14 @@ impl Fixture {
             }
             "/v1/runs" => run_body(),
             "/v1/runs/{run_id}/messages" => run_body(),
+            "/v1/runs/{run_id}/cancel" | "/v1/runs/{run_id}/replay" => json!({}),
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
             }
             "/v1/keys" => json!({ "agent": "made" }),
+            "/v1/keys/{id}/rotate" => json!({ "overlap_s": 5 }),
+            "/v1/session_tokens" => json!({ "ttl_s": 60 }),
             "/v1/sources/mcp" => source("fresh"),
             "/v1/chat/completions" => {
                 json!({ "model": "demo", "messages": [{ "role": "user", "content": "hello" }] })
@@ -338,14 +445,38 @@ async fn fixture() -> (Fixture, Vec<(&'static str, Api)>) {
     let created = admin.post("/v1/keys", json!({ "agent": "gone", "role": "admin" })).await.is(201);
     let revoked = server.with_key(created["key"].as_str().unwrap());
     admin.delete(&format!("/v1/keys/{}", created["id"].as_str().unwrap())).await.is(204);
+    let rotated = admin.post("/v1/keys", json!({ "agent": "old", "role": "admin" })).await.is(201);
+    let path = format!("/v1/keys/{}/rotate", rotated["id"].as_str().unwrap());
+    admin.post(&path, json!({ "overlap_s": 0 })).await.is(201);
+    let mint = async || {
+        let minted = agent.post("/v1/session_tokens", json!({ "ttl_s": 3_600 })).await.is(201);
+        (server.with_key(minted["token"].as_str().unwrap()), minted)
+    };
+    let (session, minted) = mint().await;
+    let (revoked_token, revocable) = mint().await;
+    let path = format!("/v1/session_tokens/{}", revocable["id"].as_str().unwrap());
+    agent.delete(&path).await.is(204);
+    let mut forged = minted["token"].as_str().unwrap().to_owned();
+    forged.replace_range(4..5, if forged.as_bytes()[4] == b'0' { "1" } else { "0" });
+    let approver = server.keyed("p", "judge", "approver", &[]).await;
+    let auditor = server.keyed("p", "eye", "auditor", &[]).await;
     let callers = vec![
         ("agent", agent),
         ("provider", provider.clone()),
         ("admin", admin.clone()),
         ("another project", other),
+        ("approver", approver),
+        ("auditor", auditor),
+        ("operator", server.operator().project("p")),
+        ("session token", session),
         ("no key", server.api()),
         ("bad key", server.with_key("tck_0000000000000000000000000000000000000000000000000000")),
         ("revoked key", revoked),
+        ("rotated key", server.with_key(rotated["key"].as_str().unwrap())),
+        ("revoked token", revoked_token),
+        ("forged token", server.with_key(&forged)),
+        ("wrong operator token", server.with_key("tc_operator_0000")),
+        ("unsigned JWT", server.with_key("a.b.c")),
     ];
     (Fixture { server, provider, admin, _unresponsive_model: unresponsive_model }, callers)
 }
@@ -372,6 +503,8 @@ async fn every_route_answers_every_role_with_the_documented_status() {
     assert_eq!(documented_routes(&document), listed, "routes and rows match");
     let mut differences = Vec::new();
     for ((method, path), row) in rows {
+        let mut found = Vec::new();
+        let count = differences.len();
         for (n, (name, api)) in callers.iter().enumerate() {
             let expected = match row {
                 // No sign-in is pending.
@@ -380,9 +513,13 @@ async fn every_route_answers_every_role_with_the_documented_status() {
                 Keyed(answers) => answers.get(n).copied().unwrap_or(401),
             };
             let status = fixture.request_status(api, &method, &path).await;
+            found.push(status);
             if status != expected {
                 differences.push(format!("{method} {path} for {name}: {status}, not {expected}"));
             }
+        }
+        if differences.len() > count {
+            differences.push(format!("(\"{method}\", \"{path}\", Keyed({:?})),", &found[..8]));
         }
     }
     assert!(differences.is_empty(), "{differences:#?}");
@@ -392,7 +529,10 @@ async fn every_route_answers_every_role_with_the_documented_status() {
 async fn the_websocket_answers_every_role_with_the_expected_status() {
     let (fixture, callers) = fixture().await;
     fixture.provider.register("c1", json!([offer("a.tool")])).await;
-    for ((name, api), expected) in callers.iter().zip([403, 101, 101, 101, 401, 401, 401]) {
+    for ((name, api), expected) in callers
+        .iter()
+        .zip([403, 101, 101, 101, 403, 403, 101, 403, 401, 401, 401, 401, 401, 401, 401, 401])
+    {
         let status = match Ws::open(api).await {
             Ok(_) => 101,
             Err(tokio_tungstenite::tungstenite::Error::Http(answer)) => answer.status().as_u16(),
@@ -412,7 +552,49 @@ async fn a_call_by_a_provider_is_denied_and_audited() {
     let answer = fixture.provider.post("/v1/tools/calculation.eval/invoke", body).await;
     let error = answer.refused(403, "PERMISSION_DENIED");
     assert!(error["message"].as_str().unwrap().contains("role provider"), "{error}");
-    let audit = fixture.admin.get("/v1/audit?limit=1").await.is(200);
-    let entry = &audit["audit"][0];
+    let entry = &fixture.admin.audit_entries().await[0];
     assert_eq!((&entry["action"], &entry["agent"]), (&json!("call.denied"), &json!("tools")));
+}
+
+/// Returns the code and message of a problem, without the names that it quotes.
+fn shape_of(body: &Value) -> String {
+    let message = body["error"]["message"].as_str().unwrap_or_default();
+    let parts = message.split('"').step_by(2);
+    format!("{} {}", body["code"], parts.collect::<Vec<_>>().join("…"))
+}
+
+#[tokio::test]
+async fn what_belongs_to_another_project_looks_unknown() {
+    let (fixture, callers) = fixture().await;
+    let (agent, foreign) = (&callers[0].1, &callers[3].1);
+    let keys = fixture.admin.get("/v1/keys").await.is(200);
+    let tokens = agent.get("/v1/session_tokens").await.is(200);
+    let key = keys["keys"][0]["id"].as_str().unwrap();
+    let token = tokens["session_tokens"][0]["id"].as_str().unwrap();
+    let call = agent.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    agent.finished(&call).await;
+    let run = agent.post("/v1/runs", run_body()).await.is(202);
+    let run = run["run_id"].as_str().unwrap();
+    fixture.admin.put("/v1/agents/ada", json!({ "worker_target": "w" })).await.is(200);
+    let unknown_call = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV";
+    for (method, path, id, unknown) in [
+        (Method::GET, "/v1/tool_calls/{}", call.as_str(), unknown_call),
+        (Method::GET, "/v1/tool_calls/{}/result", &call, unknown_call),
+        (Method::POST, "/v1/tool_calls/{}/cancel", &call, unknown_call),
+        (Method::GET, "/v1/tasks/{}", &call, unknown_call),
+        (Method::GET, "/v1/runs/{}", run, "run_none"),
+        (Method::POST, "/v1/runs/{}/cancel", run, "run_none"),
+        (Method::DELETE, "/v1/keys/{}", key, "key_none"),
+        (Method::DELETE, "/v1/session_tokens/{}", token, "st_none"),
+        (Method::GET, "/v1/agents/{}", "ada", "none"),
+    ] {
+        let ask = async |id: &str| {
+            let path = path.replace("{}", id);
+            foreign.send(foreign.request(method.clone(), &path)).await
+        };
+        let (found, missing) = (ask(id).await, ask(unknown).await);
+        assert_eq!(found.status, missing.status, "{method} {path}: {}", found.text);
+        assert_eq!(found.status, 404, "{method} {path}");
+        assert_eq!(shape_of(&found.body), shape_of(&missing.body), "{method} {path}");
+    }
 }

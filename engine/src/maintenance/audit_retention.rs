@@ -1,0 +1,40 @@
+//! Deletes audit entries that are older than their retention, in small steps.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::domain::fault::Error;
+use crate::ports::core::{Core, from_store_error};
+
+const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
+/// Small, so that a step never delays the commits of live calls.
+const ENTRIES_PER_STEP: usize = 500;
+
+pub(crate) async fn run(core: Arc<Core>, retention_ms: u64) {
+    loop {
+        if let Err(error) = run_once(&core, retention_ms).await {
+            tracing::warn!(%error, "old audit entries could not be deleted");
+        }
+        tokio::select! {
+            () = tokio::time::sleep(PRUNE_INTERVAL) => {}
+            () = core.shutdown.cancelled() => return,
+        }
+    }
+}
+
+/// Deletes every entry that is old enough. Returns the number of deleted entries.
+pub(crate) async fn run_once(core: &Core, retention_ms: u64) -> Result<usize, Error> {
+    // The earlier of the two times: a wrong time of day in the future must not delete anything.
+    let before_ms = core.now_ms().min(core.wall_ms()).saturating_sub(retention_ms);
+    let mut count = 0;
+    loop {
+        let store = core.store.audit();
+        let deleted =
+            store.prune_audit_log(before_ms, ENTRIES_PER_STEP).await.map_err(from_store_error)?;
+        count += deleted;
+        if deleted < ENTRIES_PER_STEP || core.shutdown.is_cancelled() {
+            return Ok(count);
+        }
+        tokio::task::yield_now().await;
+    }
+}
