@@ -7,7 +7,7 @@
 
 mod admin;
 mod agents;
-mod approvals;
+pub(super) mod approvals;
 mod batch;
 mod calls;
 mod cards;

@@ -7,6 +7,7 @@ use crate::support::Server;
 use crate::support::mcp::Mcp;
 use crate::support::process::operator_token;
 use crate::support::receiver::{Answer, KEY, Receiver};
+use crate::support::ws::Ws;
 
 #[tokio::test]
 async fn an_mcp_task_is_input_required_until_the_decision() {
@@ -177,4 +178,37 @@ async fn the_command_line_lists_shows_and_decides() {
     let (code, _, error) = run(words("approvals approve apr_none")).await;
     assert_ne!(code, Some(0));
     assert!(error.contains("no approval"), "{error}");
+}
+
+#[tokio::test]
+async fn a_websocket_shows_approvals_and_decides() {
+    let fixture = Fixture::start().await;
+    let (_, first) = fixture.held(&fixture.api, json!({ "n": 1 })).await;
+    let mut socket = Ws::hello(&fixture.operator, "console", json!({})).await;
+    socket.send(json!({ "type": "approvals_follow" })).await;
+    let listed = socket.receive().await;
+    assert_eq!(listed["pending"][0]["approval_id"], json!(first), "{listed}");
+    let (_, second) = fixture.held(&fixture.api, json!({ "n": 2 })).await;
+    let requested = socket.receive().await;
+    assert_eq!(
+        (&requested["approval_id"], &requested["args"]),
+        (&json!(second), &json!({ "n": 2 }))
+    );
+    let decisions = json!([{ "approval_id": second, "verdict": "reject", "reason": "no" }]);
+    socket.send(json!({ "type": "approval_decide", "decisions": decisions })).await;
+    let mut seen = Vec::new();
+    while seen.len() < 2 {
+        let message = socket.receive().await;
+        match message["type"].as_str() {
+            Some("approval_results") => {
+                assert_eq!(message["decided"], 1, "{message}");
+                seen.push("results");
+            }
+            Some("approval_decided") => {
+                assert_eq!(message["status"], "rejected", "{message}");
+                seen.push("decided");
+            }
+            _ => {}
+        }
+    }
 }

@@ -8,6 +8,7 @@ use serde_json::Value;
 use toolcrib::approvals::{ApprovalQuery, DecisionRequest, DecisionResult, DecisionVerdict};
 use toolcrib::domain::call::approval::{ApprovalScope, ApprovalStatus};
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::{Caller, Engine};
 use toolcrib_protocol::approval::{ApprovalBody, StandingApprovalBody};
 use utoipa::{IntoParams, ToSchema};
 
@@ -96,7 +97,7 @@ pub(super) async fn show(
 /// Decisions, all made in one commit.
 #[derive(Deserialize, ToSchema)]
 #[schema(as = Decisions)]
-pub(super) struct DecisionListBody {
+pub(in crate::http) struct DecisionListBody {
     /// 1 to 1,000 decisions, each about another approval.
     decisions: Vec<DecisionRequestBody>,
 }
@@ -184,42 +185,60 @@ pub(super) async fn decide(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     StrictJsonBody(body): StrictJsonBody<DecisionListBody>,
 ) -> Result<Response, ApiError> {
-    let ids: Vec<String> = body.decisions.iter().map(|one| one.approval_id.clone()).collect();
+    let (ids, results) = decide_each(&state.engine, &caller, body).await?;
+    let faults = || results.iter().filter_map(|result| result.as_ref().err()).map(to_fault);
+    if let Some(first) = faults().next()
+        && results.iter().all(Result::is_err)
+        && faults().all(|fault| fault.code == first.code)
+    {
+        return Ok(problem_response(&first, None));
+    }
+    Ok(Json(DecisionResultList::new(&ids, &results)).into_response())
+}
+
+/// Makes decisions and returns the body of the answer, for another transport.
+pub(in crate::http) async fn decide_all(
+    engine: &Engine,
+    caller: &Caller,
+    body: DecisionListBody,
+) -> Result<Value, Error> {
+    let (ids, results) = decide_each(engine, caller, body).await?;
+    Ok(serde_json::to_value(DecisionResultList::new(&ids, &results)).unwrap_or_default())
+}
+
+type DecisionResults = Vec<Result<DecisionResult, Error>>;
+
+async fn decide_each(
+    engine: &Engine,
+    caller: &Caller,
+    body: DecisionListBody,
+) -> Result<(Vec<String>, DecisionResults), Error> {
+    let ids = body.decisions.iter().map(|one| one.approval_id.clone()).collect();
     let requests = body.decisions.into_iter().enumerate();
     let requests =
         requests.map(|(index, one)| parse_decision(index, one)).collect::<Result<_, _>>();
-    let results = state.engine.approvals().decide(&caller, requests?).await?;
-    Ok(decision_response(&ids, &results))
+    Ok((ids, engine.approvals().decide(caller, requests?).await?))
 }
 
-/// Builds the response to decisions.
-fn decision_response(ids: &[String], results: &[Result<DecisionResult, Error>]) -> Response {
-    let decided = results.iter().filter(|result| result.is_ok()).count();
-    let faults: Vec<Fault> =
-        results.iter().filter_map(|result| Some(to_fault(result.as_ref().err()?))).collect();
-    if let Some(first) = faults.first()
-        && decided == 0
-        && faults.iter().all(|fault| fault.code == first.code)
-    {
-        return problem_response(first, None);
+impl<'a> DecisionResultList<'a> {
+    fn new(ids: &'a [String], results: &'a [Result<DecisionResult, Error>]) -> Self {
+        let decided = results.iter().filter(|result| result.is_ok()).count();
+        let bodies = ids.iter().zip(results).map(|(id, result)| match result {
+            Ok(result) => result_body(id, result),
+            Err(error) => DecisionResultBody {
+                approval_id: id,
+                ok: false,
+                status: None,
+                tool_call_id: None,
+                call_status: None,
+                replaced_by: None,
+                standing_id: None,
+                repeated: false,
+                error: Some(FaultBody::from(&to_fault(error))),
+            },
+        });
+        Self { decided, failed: results.len() - decided, results: bodies.collect() }
     }
-    let mut others = faults.iter();
-    let bodies = ids.iter().zip(results).map(|(id, result)| match result {
-        Ok(result) => result_body(id, result),
-        Err(_) => DecisionResultBody {
-            approval_id: id,
-            ok: false,
-            status: None,
-            tool_call_id: None,
-            call_status: None,
-            replaced_by: None,
-            standing_id: None,
-            repeated: false,
-            error: others.next().map(FaultBody::from),
-        },
-    });
-    let results: Vec<DecisionResultBody<'_>> = bodies.collect();
-    Json(DecisionResultList { decided, failed: faults.len(), results }).into_response()
 }
 
 fn result_body<'a>(id: &'a str, result: &'a DecisionResult) -> DecisionResultBody<'a> {

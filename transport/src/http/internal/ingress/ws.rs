@@ -4,6 +4,7 @@
 //! a slow commit does not block the connection; messages about the same call are handled in the
 //! order of arrival. A connection without a sign of life is closed.
 
+mod approvals;
 mod frame_inspector;
 mod message_limiter;
 use std::borrow::Cow;
@@ -296,6 +297,14 @@ impl WsConnection {
                         if let Some(before) = before {
                             let _ = before.await;
                         }
+                        if header.as_ref().is_ok_and(|header| header.kind == "approvals_follow") {
+                            // It lasts as long as the connection, and holds up no other message.
+                            drop((permit, payload));
+                            if let Err(error) = this.follow_approvals(&answers).await {
+                                let _ = answers.send(error_body(None, &error)).await;
+                            }
+                            return;
+                        }
                         if let Some(answer) = this.handle_message(header, &payload).await {
                             let _ = answers.send(answer).await;
                         }
@@ -410,6 +419,9 @@ impl WsConnection {
         header: &WsMessageHeader,
         payload: &[u8],
     ) -> Result<Option<Value>, Error> {
+        if header.kind == "approval_decide" {
+            return self.decide_approvals(payload).await.map(Some);
+        }
         let id = header.require_call_id()?;
         match header.kind.as_str() {
             "tool_ack" => {
