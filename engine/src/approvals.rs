@@ -61,6 +61,14 @@ impl Approvals {
         Ok(())
     }
 
+    /// Requires a caller that sees approvals: all of its project, or those of its own calls.
+    pub fn require_reader(&self, caller: &Caller) -> Result<(), Error> {
+        match sees_all(caller) {
+            true => Ok(()),
+            false => require_agent(caller).map(|_| ()),
+        }
+    }
+
     /// Returns a page of approvals, newest first. A caller that may neither decide nor audit sees
     /// those of its own calls.
     pub async fn list(&self, caller: &Caller, query: ApprovalQuery) -> Result<ApprovalPage, Error> {
@@ -108,9 +116,7 @@ impl Approvals {
 
     /// Returns the active standing approvals of the caller's project, oldest first.
     pub fn standing(&self, caller: &Caller) -> Result<Vec<StandingApproval>, Error> {
-        if !sees_all(caller) {
-            require_agent(caller)?;
-        }
+        self.require_reader(caller)?;
         let now_ms = self.core.wall_ms();
         let mut all = self.dispatcher.approval_index.standing_of(&caller.project);
         all.retain(|standing| {

@@ -156,8 +156,8 @@ struct StoredCallState<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     approval: Option<Cow<'a, CallApproval>>,
     /// Set only for a call with a predecessor, an elicitation or an approval, whose deadline moves
-    /// when the predecessor ends and while the call waits for a person. Older versions leave the `deadline_ms`
-    /// column as it was inserted.
+    /// when the predecessor ends and while the call waits for a person. Older versions leave the
+    /// `deadline_ms` column as it was inserted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     deadline_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -415,38 +415,22 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| decode_target(stored, &tool_name, executor, &args);
     let id = text(CallColumn::Id)?;
-    let identity = StoredIdentity {
-        subject_to_rules: envelope.subject_to_rules,
-        auth_method: envelope.auth_method,
-        roles: envelope.roles,
-        attributes: envelope.attributes,
-    };
+    let (max_retries, backoff) = (envelope.max_retries, envelope.backoff.clone().into_owned());
+    let (attempt_timeout_ms, input_timeout_ms) =
+        (envelope.attempt_timeout_ms, envelope.input_timeout_ms);
     let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(CallColumn::Project)?,
         run_id: text(CallColumn::RunId)?,
         tool_name: tool_name.clone(),
         args: args.clone(),
-        origin: Origin {
-            agent: envelope.agent.into_owned(),
-            caller_call_id: envelope.call_id.map(Cow::into_owned),
-            client_id: envelope.client_id.map(Cow::into_owned),
-            user_id: envelope.user_id.map(Cow::into_owned),
-            idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
-            traceparent: envelope.traceparent.map(Cow::into_owned),
-            background: envelope.background,
-            route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
-            callback_url: envelope.callback_url.map(Cow::into_owned),
-            predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
-            replaces: envelope.replaces.and_then(|id| id.parse().ok()),
-            ..Origin::default()
-        },
+        origin: decode_origin(envelope)?,
         target: target(state.target),
         fallbacks: state.alternates.into_iter().map(target).collect(),
-        max_retries: envelope.max_retries,
-        attempt_timeout_ms: envelope.attempt_timeout_ms,
-        input_timeout_ms: envelope.input_timeout_ms,
-        backoff: envelope.backoff.into_owned(),
+        max_retries,
+        attempt_timeout_ms,
+        input_timeout_ms,
+        backoff,
         status,
         hold,
         attempt: state.attempt,
@@ -465,9 +449,33 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         outcome,
         version: number(CallColumn::Version)?,
     };
-    caller_identity::restore(identity, &mut call.origin)?;
     call.attempt_dispatched_ms = call.attempt_dispatched_ms.or_else(|| call.implied_dispatch_ms());
     Ok((number(CallColumn::Position)?, call))
+}
+
+fn decode_origin(envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreError> {
+    let identity = StoredIdentity {
+        subject_to_rules: envelope.subject_to_rules,
+        auth_method: envelope.auth_method,
+        roles: envelope.roles,
+        attributes: envelope.attributes,
+    };
+    let mut origin = Origin {
+        agent: envelope.agent.into_owned(),
+        caller_call_id: envelope.call_id.map(Cow::into_owned),
+        client_id: envelope.client_id.map(Cow::into_owned),
+        user_id: envelope.user_id.map(Cow::into_owned),
+        idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
+        traceparent: envelope.traceparent.map(Cow::into_owned),
+        background: envelope.background,
+        route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
+        callback_url: envelope.callback_url.map(Cow::into_owned),
+        predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
+        replaces: envelope.replaces.and_then(|id| id.parse().ok()),
+        ..Origin::default()
+    };
+    caller_identity::restore(identity, &mut origin)?;
+    Ok(origin)
 }
 
 /// Decodes a hold. Earlier versions stored `input` and `after` as `queue`, so the state decides

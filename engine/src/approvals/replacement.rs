@@ -13,7 +13,7 @@ use crate::domain::json::Json;
 /// A new call in place of one that waits.
 pub(crate) struct Replacement {
     pub(crate) call: Call,
-    /// The rule that asks about the other arguments, and the digest of the approval, if a rule asks.
+    /// The rule that asks about the other arguments and the digest of the approval, if one asks.
     pub(crate) binding: Option<(String, String)>,
 }
 

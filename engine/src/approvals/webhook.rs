@@ -1,5 +1,5 @@
-//! Announces requested approvals with a signed webhook, and repeats a try that failed. The store has
-//! the time of the next try, so that a restart loses none.
+//! Announces requested approvals with a signed webhook, and repeats a try that failed. The store
+//! has the time of the next try, so that a restart loses none.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -118,7 +118,7 @@ impl Calls {
         if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != request.tool) {
             request.tool.clone_from(&tool.definition.name);
         }
-        // Before the arguments are validated, so that a denied caller learns nothing about the tool.
+        // Before the arguments are validated: a denied caller learns nothing about the tool.
         let decision = self.authorize_unvalidated(&catalog, caller, &request).await?;
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;

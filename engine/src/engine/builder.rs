@@ -258,19 +258,7 @@ impl EngineBuilder {
         });
         let dispatcher =
             Dispatcher::new(core.clone(), registry.clone(), client_queue.clone(), sources);
-        let dispatcher = Arc::new(dispatcher);
-        let calls = Arc::new(Calls {
-            core: core.clone(),
-            registry: registry.clone(),
-            dispatcher: dispatcher.clone(),
-            rejoin: Arc::new(Rejoin::new(core.clone())),
-        });
-        let approvals = Arc::new(Approvals {
-            core: core.clone(),
-            registry: registry.clone(),
-            dispatcher: dispatcher.clone(),
-            calls: calls.clone(),
-        });
+        let (dispatcher, calls, approvals) = build_calls(Arc::new(dispatcher));
         let utp = Arc::new(Utp {
             core: core.clone(),
             registry: registry.clone(),
@@ -303,6 +291,20 @@ impl EngineBuilder {
         registry.reload_catalog().await?;
         Ok(Engine { core, registry, admin, clients, calls, approvals, utp, webhooks, runs })
     }
+}
+
+/// Builds the parts that accept calls and decide about those that wait.
+fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc<Approvals>) {
+    let (core, registry) = (dispatcher.core.clone(), dispatcher.registry.clone());
+    let calls = Arc::new(Calls {
+        core: core.clone(),
+        registry: registry.clone(),
+        dispatcher: dispatcher.clone(),
+        rejoin: Arc::new(Rejoin::new(core.clone())),
+    });
+    let approvals =
+        Approvals { core, registry, dispatcher: dispatcher.clone(), calls: calls.clone() };
+    (dispatcher, calls, Arc::new(approvals))
 }
 
 /// Collects the engine's own sources and the given ones by executor; a given source replaces one of

@@ -459,6 +459,31 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
         [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::PredecessorExtended =>
         [NO,    NO,    NO,    NO,    NO,    AFTER, NO,    NO,    NO,    NO,    NO,    NO,    NO],
+        Case::Cancel =>
+        [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
+        Case::Abort =>
+        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
+        Case::PermissionRevoked =>
+        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
+        Case::OwnerLost =>
+        [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, AFTER, ASKS,  RUN,   NO,    NO,    NO,    NO],
+        Case::ApprovalRequired | Case::Approved | Case::Waived | Case::ApprovedOther
+        | Case::Rejected | Case::Replaced | Case::ReplacementEnded => approval_row(case),
+    }
+}
+
+/// Returns a row of the table for an event of approvals.
+#[rustfmt::skip]
+fn approval_row(case: Case) -> [Expect; State::ALL.len()] {
+    use Expect::To;
+    const QUEUE: Expect = To(Status::Pending, Some("queue"));
+    const AFTER: Expect = To(Status::Pending, Some("after"));
+    const ASKS: Expect = To(Status::Pending, Some("approval"));
+    const OK: Expect = To(Status::Succeeded, None);
+    const FAIL: Expect = To(Status::Failed, None);
+    const ENDED: Expect = Expect::AlreadyEnded;
+    const NO: Expect = Expect::NotApplicable;
+    match case {
         Case::ApprovalRequired =>
         [ASKS,  ASKS,  ASKS,  NO,    NO,    NO,    NO,    ASKS,  NO,    NO,    NO,    NO,    NO],
         Case::Approved =>
@@ -473,14 +498,7 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
         [NO,    NO,    NO,    NO,    NO,    NO,    NO,    AFTER, NO,    ENDED, ENDED, ENDED, ENDED],
         Case::ReplacementEnded =>
         [NO,    NO,    NO,    NO,    NO,    NO,    OK,    NO,    NO,    NO,    NO,    NO,    NO],
-        Case::Cancel =>
-        [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
-        Case::Abort =>
-        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
-        Case::PermissionRevoked =>
-        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
-        Case::OwnerLost =>
-        [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, AFTER, ASKS,  RUN,   NO,    NO,    NO,    NO],
+        _ => unreachable!("{case:?} is no event of approvals"),
     }
 }
 

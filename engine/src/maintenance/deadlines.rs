@@ -44,7 +44,7 @@ fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64)
 }
 
 /// Ends the calls whose approval has expired by the time of day. The timers of calls only count, so
-/// they miss the time in which the machine was suspended: no change of the clock extends an approval.
+/// they miss the time of a suspended machine. No change of the clock extends an approval.
 async fn expire_approvals(calls: &Arc<Calls>) -> usize {
     let mut count = 0;
     for id in calls.dispatcher.approval_index.waiting_calls() {

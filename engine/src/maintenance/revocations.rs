@@ -1,5 +1,5 @@
-//! Checks waiting calls when the access rules change: ends those that the rules no longer allow, and
-//! holds those that need an approval now. An attempt that is already running is left to finish.
+//! Checks waiting calls when the access rules change: ends those that the rules no longer allow,
+//! and holds those that need an approval now. An attempt that is already running finishes.
 
 use std::sync::Arc;
 

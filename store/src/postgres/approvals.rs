@@ -1,5 +1,5 @@
-//! Approvals in PostgreSQL. The statements of one commit are pipelined: five hundred decisions take a
-//! few round trips.
+//! Approvals in PostgreSQL. The statements of one commit are pipelined: five hundred decisions take
+//! a few round trips.
 
 use async_trait::async_trait;
 use futures::future::try_join_all;

@@ -49,8 +49,8 @@ impl Calls {
         Ok(ask)
     }
 
-    /// Holds a new call for the approval that its rule asks for, unless a standing approval releases
-    /// it. Returns the approval to store with the call, and the record of it.
+    /// Holds a new call for the approval that its rule asks for, unless a standing approval
+    /// releases it. Returns the approval to store with the call, and the record of it.
     pub(crate) async fn request_approval(
         &self,
         catalog: &Catalog,
@@ -77,9 +77,9 @@ impl Calls {
         Ok(Some((Box::new(NewApproval { approval, audit }), record)))
     }
 
-    /// Returns the ticket of an equal call of the same caller that waits for its approval. From then
-    /// on an idempotency key of the request leads to that call; one that was used before leads to
-    /// its own.
+    /// Returns the ticket of an equal call of the same caller that waits for its approval. From
+    /// then on an idempotency key of the request leads to that call; one that was used before leads
+    /// to its own.
     pub(crate) async fn join_waiting_call(
         &self,
         call: &Call,

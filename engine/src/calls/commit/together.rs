@@ -8,6 +8,7 @@ use crate::calls::commit::{AdvanceOutcome, Commit, CommitKind, call_not_found};
 use crate::calls::open_calls::OpenCall;
 use crate::domain::call::Call;
 use crate::domain::call::approval::{ApprovalChange, StandingApproval};
+use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::directory::AuditEntry;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
@@ -169,13 +170,15 @@ impl Dispatcher {
         changes: Vec<ApprovalChange>,
     ) -> Result<SaveResult, Error> {
         let caller = after.caller();
+        // No person decided: the clock, a rule or the caller's cancellation ended the approval.
+        let server = Caller::new(&after.project, "toolcrib", Role::Admin, AuthMethod::Local);
         let audit = changes.iter().map(|change| match change {
             ApprovalChange::Request(approval) => self.request_audit_entry(&caller, approval),
             ApprovalChange::End { id, status, decision } => {
                 let reason = decision.reason.as_deref().unwrap_or_default();
                 let reason = format!("{}: {reason}", status.as_str());
                 let action = "approval.decided";
-                self.registry.audit_entry(&caller, &after.project, action, id, &reason)
+                self.registry.audit_entry(&server, &after.project, action, id, &reason)
             }
         });
         let audit = audit.collect();

@@ -35,6 +35,7 @@ impl WsConnection {
         answers: &mpsc::Sender<Value>,
     ) -> Result<(), Error> {
         let approvals = self.engine.approvals();
+        approvals.require_reader(&self.caller)?;
         // Read first, so that no approval is missed between the list and the events.
         let mut after = self.engine.calls().newest_event(&self.caller).await?;
         let status = Some(ApprovalStatus::Pending);
