@@ -69,6 +69,8 @@ pub struct Dispatcher {
     /// Tasks of the attempts that run in this process.
     pub(crate) attempts: TaskTracker,
     pub(crate) recovered: AtomicBool,
+    /// True from the start of an engine until every open call of the store has an owner again.
+    pub(crate) is_recovering: AtomicBool,
     pub(crate) approval_index: ApprovalIndex,
     /// Notified when a call has begun to wait for an approval.
     pub(crate) approval_requested: Notify,
@@ -100,6 +102,7 @@ impl Dispatcher {
             limiter: Arc::new(ConcurrencyLimiter::default()),
             attempts: TaskTracker::new(),
             recovered: AtomicBool::new(false),
+            is_recovering: AtomicBool::new(false),
             approval_index: ApprovalIndex::default(),
             approval_requested: Notify::new(),
             ended_listeners: OnceLock::new(),

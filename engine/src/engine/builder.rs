@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -207,6 +207,7 @@ impl EngineBuilder {
         engine.calls.rejoin.load().await?;
         engine.approvals.load().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
+        engine.calls.dispatcher.is_recovering.store(true, Ordering::Release);
         spawn_reconcilers(&engine, retention_ms);
         if let Some(retention_ms) = audit_retention_ms {
             let pruning = maintenance::audit_retention::run(engine.core.clone(), retention_ms);
