@@ -27,6 +27,7 @@ impl Calls {
         let found = self.find_orphaned_calls().await?;
         let adopted: Vec<_> = found.into_iter().filter_map(|call| self.adopt_call(call)).collect();
         self.dispatcher.limiter.end_recovery();
+        self.dispatcher.is_recovering.store(false, Ordering::Release);
         let count = adopted.len();
         let lost = futures::stream::iter(adopted);
         lost.for_each_concurrent(MAX_CONCURRENT, |entry| self.report_owner_lost(entry)).await;
@@ -59,6 +60,7 @@ impl Calls {
             self.dispatcher.limiter.force_acquire(self.dispatcher.resolve_slot_scope(&call).0)
         });
         let entry = OpenCall::from_store(call, slot, self.core.clock.wall_offset_ms());
+        self.dispatcher.approval_index.update_waiting(&entry.call());
         self.dispatcher.open_calls.adopt(entry.clone()).then_some(entry)
     }
 
@@ -66,7 +68,7 @@ impl Calls {
         let found = entry.call();
         // The rules and switches may have changed while no process was running.
         if !self.dispatcher.end_if_switched_off(&entry).await
-            && !self.dispatcher.end_if_denied(&found).await
+            && !self.dispatcher.stop_if_not_allowed(&found).await
         {
             let lost = Event::OwnerLost { node: self.core.node.clone() };
             self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;
