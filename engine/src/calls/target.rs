@@ -4,11 +4,11 @@
 use std::borrow::Cow;
 use std::sync::{Arc, Weak};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotScope};
-use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
+use crate::calls::request::{ExecutedArguments, can_execute, fit_applied_arguments, fit_to_schema};
 use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
 use crate::domain::access_rules::AccessDecision;
 use crate::domain::call::{Call, Status, Target};
@@ -146,28 +146,6 @@ impl DeliveryLimiter for ClientWorkLimiter {
         let dispatcher = self.dispatcher.upgrade()?;
         Some(Box::new(dispatcher.limiter.force_acquire(Self::scope_of(project))))
     }
-}
-
-/// Checks that the client that a call is pinned to offers the tool.
-pub(crate) fn check_pinned_client(
-    catalog: &Catalog,
-    caller: &Caller,
-    tool: &Compiled,
-    client_id: Option<&str>,
-) -> Result<(), Error> {
-    let Some(client_id) = client_id else { return Ok(()) };
-    if can_execute(catalog, &caller.project, tool, Some(client_id)) {
-        return Ok(());
-    }
-    let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
-    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
-    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
-}
-
-/// Returns true if the call is not pinned to a client, or that client offers this tool.
-fn can_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
-    let offered_by = || catalog.offered_by(project, &tool.definition.name);
-    client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
 }
 
 impl Dispatcher {
