@@ -25,6 +25,7 @@ mod openai;
 mod pagination;
 mod problem;
 mod projects;
+mod stream_limiter;
 mod v1;
 mod wait_param;
 mod wire;
@@ -40,8 +41,8 @@ use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
 pub use openai::LiveConversations;
 pub(crate) use problem::error_response;
-pub(crate) use problem::problem_response;
-use problem::problem_with_status;
+use problem::{problem_response, problem_with_status};
+pub use stream_limiter::{StreamCaller, StreamLimiter, StreamPermit};
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::domain::fault::{Code, Fault};
@@ -55,7 +56,6 @@ pub use v1::{
 };
 
 use crate::auth::OriginPolicy;
-use crate::stream_limiter::StreamPermit;
 
 /// The axum state of every HTTP handler.
 #[derive(Clone)]

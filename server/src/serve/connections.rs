@@ -21,9 +21,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib_transport::delivery::ConnectionDeliveries;
 use toolcrib_transport::http::{
-    ConnectionPermit, call_router, connection_refusal, is_health_check, serve_request,
+    ConnectionPermit, StreamLimiter, call_router, connection_refusal, is_health_check,
+    serve_request,
 };
-use toolcrib_transport::stream_limiter::StreamLimiter;
 use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutHandle, AckTimeoutStream};
 
 use crate::config::Config;

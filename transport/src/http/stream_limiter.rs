@@ -16,7 +16,7 @@ use futures::StreamExt;
 use parking_lot::Mutex;
 use toolcrib::domain::fault::{Code, Fault};
 
-use crate::http::problem_response;
+use super::problem::problem_response;
 
 /// Time after which a refused client may try again.
 const RETRY_AFTER_MS: u64 = 5_000;
