@@ -5,7 +5,7 @@
 //! Toolcrib is a protocol error, which models never see.
 //!
 //! To add a field to tool results: a field of the results of stored calls goes into the `_meta`
-//! of [`with_call_id`], under a name that begins with `toolcrib/`; a field of successes into
+//! of [`with_call_meta`], under a name that begins with `toolcrib/`; a field of successes into
 //! [`success_result`], of failures into [`error_result`], of calls that have not ended into
 //! [`pending_result`]. The `structuredContent` of a success must match the output schema of the
 //! tool, so only its `_meta` has room. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md`
@@ -65,11 +65,11 @@ fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolRe
         (Some(data), None) => success_result(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
     };
-    with_call_id(result, call)
+    with_call_meta(result, call)
 }
 
-/// Adds the id of the call to a result.
-fn with_call_id(mut result: CallToolResult, call: &Call) -> CallToolResult {
+/// Adds the `_meta` fields that the results of all calls have: the id of the call.
+fn with_call_meta(mut result: CallToolResult, call: &Call) -> CallToolResult {
     let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
     meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());
     result
@@ -297,7 +297,7 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
     };
     result.structured_content = Some(ticket);
-    with_call_id(result, call)
+    with_call_meta(result, call)
 }
 
 /// Describes the unanswered questions of a call, and the ways to answer them, for an MCP client
