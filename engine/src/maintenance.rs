@@ -3,10 +3,10 @@
 //! Each has a `run_once` that tests call directly, and runs on a timer and a signal. Restart,
 //! failover and normal operation use the same path.
 
+pub mod claim_queued;
 pub mod client_leases;
 pub mod deadlines;
 pub mod directory_refresh;
-pub mod dispatch;
 pub mod purge;
 pub mod revocations;
 pub mod turn_watchdog;

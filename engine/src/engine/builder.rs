@@ -312,7 +312,7 @@ fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<
 /// Starts all reconcilers; they end when the engine shuts down.
 fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     let tasks = &engine.core.tasks;
-    tasks.spawn(maintenance::dispatch::run(engine.calls.clone()));
+    tasks.spawn(maintenance::claim_queued::run(engine.calls.clone()));
     tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
