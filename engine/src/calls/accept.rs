@@ -17,6 +17,7 @@ use crate::calls::dependents::set_predecessor;
 use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
 use crate::calls::observer::AttemptEnd;
 use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation};
+use crate::calls::rejoin::{PendingDelivery, request_digest};
 use crate::calls::request::{
     CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
 };
@@ -33,7 +34,6 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
-use crate::rejoin::{PendingDelivery, request_digest};
 
 /// Callback that receives a call which finished before its commit.
 pub(crate) type OnFinished = Box<dyn FnOnce(&Arc<Call>) + Send>;

@@ -14,10 +14,10 @@ use crate::domain::call::{Call, Hold};
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::engine_metrics;
 use crate::lifecycle::{self, Action, Event, Refusal};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 use crate::ports::store::{EventScope, SaveResult};
 
 /// Maximum number of late reports stored for one call.
@@ -260,12 +260,7 @@ impl Dispatcher {
     }
 
     /// Performs the actions of a committed transition.
-    pub(crate) fn perform_actions(
-        self: &Arc<Self>,
-        entry: &OpenCall,
-        call: &Arc<Call>,
-        actions: &[Action],
-    ) {
+    fn perform_actions(self: &Arc<Self>, entry: &OpenCall, call: &Arc<Call>, actions: &[Action]) {
         for action in actions {
             match action {
                 Action::Start => self.start_attempt(call, false),
@@ -342,7 +337,7 @@ impl Dispatcher {
     }
 
     /// Wakes everything that follows the call's run or project.
-    pub(crate) fn wake_run_and_project(&self, call: &Call) {
+    fn wake_run_and_project(&self, call: &Call) {
         if !self.core.bus.has_broad_listeners() {
             return;
         }

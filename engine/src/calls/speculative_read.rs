@@ -15,8 +15,8 @@ use crate::calls::Dispatcher;
 use crate::domain::call::Call;
 use crate::domain::event::EventRecord;
 use crate::domain::tool::Effect;
-use crate::engine_metrics;
 use crate::lifecycle::{self, Event, Transition};
+use crate::ports::engine_metrics;
 use crate::ports::source::{AttemptProgress, ProgressSink, StartResult};
 
 /// State of a read-only attempt before its call is committed.

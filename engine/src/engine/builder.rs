@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::Engine;
+use crate::calls::rejoin::Rejoin;
 use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
@@ -17,9 +18,11 @@ use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::run::options::ModelRequestPolicy;
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
+use crate::maintenance;
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
 use crate::ports::core::{Core, EngineLimits, ExecutionPolicies};
+use crate::ports::engine_metrics;
 use crate::ports::fn_tool::{BuiltinSource, Tool};
 use crate::ports::model::{ModelResolver, NoModels};
 use crate::ports::observer::Observer;
@@ -28,13 +31,11 @@ use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
 use crate::registry::{Admin, OperatorCredential, Registry};
-use crate::rejoin::Rejoin;
 use crate::runs::Runs;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::utp::Utp;
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
-use crate::{engine_metrics, maintenance};
 
 /// Collects the parts of an engine. Every part has a default that needs no external service.
 #[derive(Default)]

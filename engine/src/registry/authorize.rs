@@ -10,8 +10,8 @@ use super::catalog::{Catalog, RESULT_READ};
 use crate::domain::access_rules::{self, AccessDecision};
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::fault::{Code, Error, Fault};
-use crate::engine_metrics;
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 use crate::registry::Registry;
 
 impl Catalog {

@@ -8,6 +8,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::calls::rejoin::{PendingDelivery, request_digest};
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::json::{Json, canonicalize};
@@ -16,7 +17,6 @@ use crate::domain::run::progress::Conversation;
 use crate::ports::core::from_store_error;
 use crate::ports::store::RunToolDefinitions;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
-use crate::rejoin::{PendingDelivery, request_digest};
 use crate::runs::Runs;
 use crate::runs::active::StartedRun;
 use crate::runs::subscribers::RunSubscription;

@@ -186,16 +186,13 @@ fn dependencies_point_down() {
 }
 
 /// The layers of the engine. A module uses only those before it.
-const LAYERS: [&str; 17] = [
+const LAYERS: [&str; 14] = [
     "domain",
-    "project_limiter",
     "schema",
     "lifecycle",
     "results",
     "model_formats",
     "ports",
-    "engine_metrics",
-    "rejoin",
     "registry",
     "clients",
     "calls",

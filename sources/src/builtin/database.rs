@@ -15,7 +15,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::project_limiter::ProjectLimiter;
+use toolcrib::ProjectLimiter;
 use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
 use super::{BuiltinSetupError, DatabaseSettings};

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crate::calls::batch::execution::{EntryRenderer, EntryResolution, RenderedEntry};
 use crate::calls::batch::shorten;
+use crate::calls::rejoin::PendingDelivery;
 use crate::domain::call::{Call, CallMetrics, Hold};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::model_formats::{
     self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
 };
-use crate::rejoin::PendingDelivery;
 use crate::results::digest::{self, DigestSource};
 use crate::results::tokens;
 

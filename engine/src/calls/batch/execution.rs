@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 
 use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
 use crate::calls::accept::BatchMembership;
+use crate::calls::rejoin::PendingDelivery;
 use crate::calls::request::CallRequest;
 use crate::calls::{Calls, Until};
 use crate::domain::call::Call;
@@ -21,7 +22,6 @@ use crate::domain::tool::Effect;
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
 use crate::registry::catalog::CatalogEntry;
-use crate::rejoin::PendingDelivery;
 
 /// Minimum number of lanes that justify a separate task, which another worker thread can run.
 const MIN_LANES_PER_TASK: usize = 16;

@@ -12,8 +12,8 @@ use super::{EventSink, LoopEvent};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::model_reply::{FinishReason, ModelReply};
 use crate::domain::run::options::ModelRequestPolicy;
-use crate::engine_metrics;
 use crate::ports::clock::Clock;
+use crate::ports::engine_metrics;
 use crate::ports::model::{Delta, Model, ModelError, ModelRequest};
 
 /// Maximum number of calls in one reply. Each of them is answered, executed or not, so this bounds

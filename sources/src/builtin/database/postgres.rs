@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use tokio_postgres::config::SslMode;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{CancelToken, Client, Config, Error, NoTls, Statement, Transaction};
-use toolcrib::project_limiter::ProjectLimiter;
+use toolcrib::ProjectLimiter;
 use toolcrib::{Code, Fault};
 use values::{Cell, Param};
 

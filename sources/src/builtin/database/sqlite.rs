@@ -21,7 +21,7 @@ use rusqlite::{Batch, Connection, Error, ErrorCode, InterruptHandle, OpenFlags, 
 use serde_json::Value;
 use tokio::time::timeout_at;
 use toolcrib::Fault;
-use toolcrib::project_limiter::ProjectLimiter;
+use toolcrib::ProjectLimiter;
 
 use super::{
     DatabaseQueryArgs, DatabaseQueryResult, MAX_SQL, QueryLimits, RowCollector,
