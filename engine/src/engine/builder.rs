@@ -31,8 +31,8 @@ use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
 use crate::registry::{Admin, OperatorCredential, Registry};
-use crate::runs::Runs;
 use crate::runs::read_result::{self, RunsHandle};
+use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
@@ -267,6 +267,7 @@ impl EngineBuilder {
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
             active_runs: Default::default(),
+            conversations: Conversations::new(&core, &registry, &calls),
         });
         client_queue
             .set_limiter(Arc::new(ClientWorkLimiter { dispatcher: Arc::downgrade(&dispatcher) }));

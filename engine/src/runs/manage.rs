@@ -24,6 +24,7 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
 use crate::runs::active::{RunGuard, StartedRun, run_not_found};
+use crate::runs::rejoin::undelivered_request;
 use crate::runs::{Runs, agent_loop};
 
 /// A request to start a run.
@@ -99,7 +100,10 @@ impl Runs {
         let now_ms = self.core.wall_ms();
         let id = self.core.id_generator.next_id(Run::PREFIX, now_ms);
         let undelivered = match new.rejoin && key.is_none() {
-            true => self.undelivered_run(caller, &id, "run", &run_fingerprint(&new)),
+            true => {
+                let (core, fingerprint) = (&self.core, run_fingerprint(&new));
+                undelivered_request(core, &self.registry, caller, &id, "run", &fingerprint)
+            }
             false => None,
         };
         if let Some(request) = &undelivered

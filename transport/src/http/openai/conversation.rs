@@ -12,13 +12,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::Request;
-use axum::http::{HeaderValue, header};
-use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::Conversation;
 use toolcrib::ports::model::{Delta, ResolvedModel};
@@ -28,7 +26,10 @@ use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;
 use super::fields::{RequestFields, ToolcribOptions, check_tools};
-use super::live::{ConversationEnd, LiveConversation, Requester};
+use super::live::{
+    ConversationEnd, ConversationError, ConversationResult, LiveConversation, LiveConversations,
+    Requester, StreamEvent,
+};
 use crate::auth;
 use crate::http::extract;
 use crate::http::openai::error::{OpenAiError, invalid_field, model_not_found};
@@ -75,54 +76,27 @@ pub(super) struct Input {
 }
 
 /// A conversation that is ready to run.
-pub(super) struct OpenAiConversation {
+struct OpenAiConversation {
     /// Prefix of the idempotency keys of its calls.
-    pub(super) id: String,
+    id: String,
     /// The request, if a repeated one may join the conversation.
     undelivered: Option<UndeliveredRequest>,
     /// Set if a repeated request continues the conversation from its checkpoint.
-    pub(super) resumed_delivery: Option<PendingDelivery>,
+    resumed_delivery: Option<PendingDelivery>,
     /// Summaries of the calls so far.
     call_summaries: Vec<Value>,
-    pub(super) engine: Engine,
-    pub(super) caller: Caller,
+    engine: Engine,
+    caller: Caller,
     model: ResolvedModel,
-    pub(super) options: RunOptions,
+    options: RunOptions,
     conversation: Conversation,
     /// Number of messages that the caller has or has seen.
     known_messages: usize,
     wait: Duration,
 }
 
-/// An event of the conversation that is streamed to the caller.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum StreamEvent {
-    /// The model started another response.
-    StepStarted,
-    TextDelta(String),
-    /// The model finished a response; calls may follow.
-    ModelReplied,
-}
-
 /// Receives the events of a conversation.
-pub(super) type EventSink<'a> = &'a (dyn Fn(StreamEvent) + Send + Sync);
-
-/// The result of a conversation.
-#[derive(Debug)]
-pub(super) struct ConversationResult {
-    /// The last text of the model.
-    pub(super) text: String,
-    /// The non-empty texts of all steps.
-    pub(super) texts: Vec<String>,
-    /// Calls of the caller's own tools.
-    pub(super) calls: Vec<ToolCallRequest>,
-    pub(super) finish_reason: FinishReason,
-    pub(super) usage: TokenUsage,
-    /// Additional information: the run, its steps, its calls, and the limit that ended it.
-    pub(super) metadata: Value,
-    /// The whole conversation, and the calls whose results are outstanding.
-    pub(super) conversation: SavedConversation,
-}
+type EventSink<'a> = &'a (dyn Fn(StreamEvent) + Send + Sync);
 
 /// Starts the conversation of a request, or joins that of an earlier request with the same body
 /// whose answer was not delivered.
@@ -134,20 +108,21 @@ pub(super) async fn open_conversation(
     input: Input,
     extras: ToolcribOptions,
 ) -> Result<Requester, OpenAiError> {
-    let (runs, caller) = (state.engine.runs().clone(), asker.caller.clone());
+    let (engine, caller) = (state.engine.clone(), asker.caller.clone());
+    let conversations = engine.runs().conversations();
     let id = format!("chat_{}", ulid::Ulid::generate());
     let undelivered = match extras.rejoin {
         Some(false) => None,
-        _ => runs.undelivered_conversation(&caller, &id, asker.api, &asker.body),
+        _ => conversations.undelivered_request(&caller, &id, asker.api, &asker.body),
     };
-    let taken = undelivered.as_ref().and_then(|own| runs.take_over_conversation(&own.digest));
+    let taken = undelivered.as_ref().and_then(|own| conversations.take_over(&own.digest));
     let mut resumed = None;
     if let Some(delivery) = taken {
         if let Some(live) = state.conversations.get(delivery.id()) {
             delivery.record_join();
             return Ok(live.take_over(delivery));
         }
-        match runs.load_checkpoint(&caller, delivery.id()).await? {
+        match conversations.load_checkpoint(&caller, delivery.id()).await? {
             Some(checkpoint) => resumed = Some((delivery, checkpoint)),
             None => delivery.mark_delivered(),
         }
@@ -160,7 +135,7 @@ pub(super) async fn open_conversation(
         delivery.record_join();
         conversation.resume(delivery, checkpoint);
     }
-    Ok(LiveConversation::start(conversation, &state.conversations))
+    Ok(conversation.start(&state.conversations))
 }
 
 impl OpenAiConversation {
@@ -240,12 +215,25 @@ impl OpenAiConversation {
         self.resumed_delivery = Some(delivery);
     }
 
+    /// Starts the conversation in a task of its own. Returns its first requester.
+    fn start(mut self, conversations: &LiveConversations) -> Requester {
+        let live = LiveConversation::new(
+            self.id.clone(),
+            self.options.run_id.clone(),
+            self.engine.clone(),
+            self.caller.clone(),
+            conversations,
+        );
+        let resumed = self.resumed_delivery.take();
+        live.start(resumed, |live| self.run(live))
+    }
+
     /// Runs the agent loop until there is a response for the caller.
-    pub(super) async fn run(mut self, live: &Arc<LiveConversation>) -> ConversationEnd {
+    async fn run(mut self, live: Arc<LiveConversation>) -> ConversationEnd {
         let call_summaries = Mutex::new(std::mem::take(&mut self.call_summaries));
         let sink = |event: StreamEvent| live.push(event);
         self.replay_texts(&sink);
-        let ending = self.drive(live, &sink, &call_summaries).await;
+        let ending = self.drive(&live, &sink, &call_summaries).await;
         let calls_made = !call_summaries.lock().is_empty();
         ending.map_err(|error| ConversationError { error, calls_made })
     }
@@ -371,11 +359,8 @@ impl OpenAiConversation {
         let (messages, awaited) = (tail.to_vec(), self.conversation.progress.pending_calls.clone());
         self.engine
             .runs()
-            .save_conversation(
-                &self.caller,
-                &id,
-                &SavedConversation { messages, pending_calls: awaited },
-            )
+            .conversations()
+            .save(&self.caller, &id, &SavedConversation { messages, pending_calls: awaited })
             .await?;
         Ok(calls)
     }
@@ -406,7 +391,7 @@ async fn restore_unseen_messages(
             continue;
         }
         let saved = match &id {
-            Some(id) => engine.runs().load_saved_conversation(caller, id).await?,
+            Some(id) => engine.runs().conversations().load(caller, id).await?,
             None => None,
         };
         match (saved, id) {
@@ -542,37 +527,6 @@ impl TextDeduplicator<'_> {
     }
 }
 
-/// A conversation that ended with an error.
-pub(super) struct ConversationError {
-    error: Error,
-    /// True if calls were made before the error. OpenAI's SDKs retry requests by themselves, and a
-    /// retry would make all these calls again.
-    calls_made: bool,
-}
-
-impl ConversationError {
-    /// Returns the error. An internal one, which only the log describes, loses its source.
-    pub(super) fn to_error(&self) -> Error {
-        match &self.error {
-            Error::Refused { fault, retry_after_ms } => {
-                Error::Refused { fault: fault.clone(), retry_after_ms: *retry_after_ms }
-            }
-            Error::Internal(source) => Error::Internal(source.to_string().into()),
-        }
-    }
-
-    /// Returns the response. Several requesters may get it, one after the other.
-    pub(super) fn to_response(&self) -> Response {
-        let mut answer = OpenAiError(self.to_error()).into_response();
-        if self.calls_made {
-            let never = HeaderValue::from_static("false");
-            answer.headers_mut().insert("x-should-retry", never);
-            answer.headers_mut().remove(header::RETRY_AFTER);
-        }
-        answer
-    }
-}
-
 /// The checkpoints of a conversation. One is stored before each step that has side effects.
 struct Checkpoints<'a> {
     live: &'a Arc<LiveConversation>,
@@ -600,11 +554,11 @@ impl Checkpoints<'_> {
             known_messages: self.known_messages,
             call_summaries: self.call_summaries.lock().clone(),
         };
-        let runs = self.live.engine.runs();
-        runs.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
+        let conversations = self.live.engine.runs().conversations();
+        conversations.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
         agent_loop.set_idempotency_prefix(Some(request.id.clone()));
         let is_first = !self.live.has_checkpoint();
-        if is_first && !self.live.set_delivery(runs.start_delivery(request.clone())) {
+        if is_first && !self.live.set_delivery(conversations.start_delivery(request.clone())) {
             let message = "the requester has disconnected; nothing more is done";
             return Err(Error::refused(Code::Canceled, message));
         }

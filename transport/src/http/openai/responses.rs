@@ -87,7 +87,8 @@ pub(super) async fn create_response(
         Some(id) => state
             .engine
             .runs()
-            .load_saved_conversation(&asker.caller, &id)
+            .conversations()
+            .load(&asker.caller, &id)
             .await?
             .ok_or_else(|| response_not_found(&id))?,
     };
