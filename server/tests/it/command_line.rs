@@ -45,8 +45,8 @@ fn readme_commands(heading: &str) -> Vec<String> {
     lines.map(str::to_owned).collect()
 }
 
-/// A server of somebody else survives the README's `kill -9`, and the commands work on another port
-/// without a change.
+/// A server that another user started survives the README's `kill -9`, and the commands work on
+/// another port without a change.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_readme_kills_only_the_server_that_it_started() {
     let mut bystander = Server::ready().await;

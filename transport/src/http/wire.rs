@@ -213,7 +213,7 @@ pub(super) struct CallBody<'a> {
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct HoldBody<'a> {
     reason: &'static str,
-    /// What the call waits for, in words: a client that is not connected, for example.
+    /// The event that the call waits for, in words: the connection of a client, for example.
     #[serde(skip_serializing_if = "Option::is_none")]
     detail: Option<String>,
     /// When the next attempt is due, or the wait for answers ends, in Unix milliseconds.

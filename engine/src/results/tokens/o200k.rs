@@ -130,7 +130,7 @@ pub(super) struct Merger {
 /// A sequence of bytes that is a token.
 #[derive(Clone, Copy)]
 struct Part {
-    /// Where the part before this one begins.
+    /// The position at which the part before this one begins.
     before: u32,
     end: u32,
     /// The rank of the pair of this part and the next one.

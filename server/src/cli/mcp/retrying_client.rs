@@ -44,7 +44,7 @@ pub(super) struct RetryingClient {
     http: reqwest::Client,
     /// URL of the server's API.
     server: Arc<str>,
-    /// Whether the server has ever responded. A server that never did is reported at once.
+    /// True once the server has responded. A server that never did is reported at once.
     has_responded: Arc<AtomicBool>,
     cancellations: TaskTracker,
 }
