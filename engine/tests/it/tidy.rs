@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+const MAX_FILES: usize = 16;
 const MAX_LINES: usize = 800;
 const MAX_WIDTH: usize = 100;
 const MAX_FUNCTION: usize = 80;
@@ -62,6 +63,22 @@ fn files_are_short_narrow_and_say_what_they_are_for() {
             }
         }
     }
+    report(&broken);
+}
+
+#[test]
+fn folders_have_few_files() {
+    let mut folders = std::collections::BTreeMap::<String, usize>::new();
+    for (name, _) in MEMBERS.iter().flat_map(|member| sources(&root().join(member).join("src"))) {
+        if name.ends_with("tests.rs") || name.contains("/tests/") {
+            continue;
+        }
+        let folder = name.rsplit_once('/').map_or("", |(folder, _)| folder);
+        *folders.entry(folder.to_owned()).or_default() += 1;
+    }
+    let wide = folders.into_iter().filter(|(_, files)| *files > MAX_FILES);
+    let broken: Vec<_> =
+        wide.map(|(name, files)| format!("{name}: {files} files, at most {MAX_FILES}")).collect();
     report(&broken);
 }
 
@@ -371,4 +388,102 @@ fn every_dependency_has_its_reason() {
         .filter(|name| !reasons.contains(&format!("`{name}`")))
         .collect();
     assert!(missing.is_empty(), "docs/adr/dependencies.md has no line for {missing:?}");
+}
+
+/// Names on the page of the architecture that the code does not have: those of an example source,
+/// and the prefix of names in MCP's `_meta`.
+const EXAMPLE_NAMES: [&str; 3] = ["GrpcSettings", "sources/src/grpc.rs", "toolcrib/"];
+
+/// Returns the files and folders of the repository. A folder ends with `/`.
+fn repository_paths() -> Vec<String> {
+    let (mut found, mut folders) = (Vec::new(), vec![root()]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(root()).unwrap().display().to_string();
+            if name.starts_with('.') || path.ends_with("target") || path.ends_with("node_modules") {
+                continue;
+            }
+            if path.is_dir() {
+                found.push(format!("{name}/"));
+                folders.push(path);
+            } else {
+                found.push(name);
+            }
+        }
+    }
+    found
+}
+
+/// Returns the paths that a pattern stands for: `{a,b}.rs` is two files, `…/` any folder.
+fn expand_pattern(pattern: &str) -> Vec<String> {
+    let pattern = pattern.trim_start_matches("…/");
+    let Some((before, rest)) = pattern.split_once('{') else { return vec![pattern.to_owned()] };
+    let (choices, after) = rest.split_once('}').unwrap_or((rest, ""));
+    choices.split(',').map(|choice| format!("{before}{choice}{after}")).collect()
+}
+
+fn is_path(span: &str) -> bool {
+    let ends = [".rs", ".md", ".json", ".toml", "/"];
+    !span.starts_with('/') && !span.contains(' ') && ends.iter().any(|end| span.ends_with(end))
+}
+
+/// Returns the identifiers of a span: `Catalog::authorize` and `attempt.command` have two.
+fn identifiers(span: &str) -> Vec<&str> {
+    let span = span.strip_suffix("()").unwrap_or(span);
+    let words: Vec<&str> = span.split("::").flat_map(|part| part.split('.')).collect();
+    let is_word = |word: &&str| {
+        word.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+            && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+    };
+    if words.iter().all(is_word) { words } else { Vec::new() }
+}
+
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !c.is_alphanumeric() && c != '_')
+}
+
+/// Returns the files and names that stand beside each other on a page, whose text and spans in
+/// backticks take turns: `a.rs` `name`, `name` in `a.rs`, `name` (`a.rs`).
+fn names_beside_files<'a>(pieces: &[&'a str]) -> Vec<(&'a str, &'a str)> {
+    let pairs = (1..pieces.len().saturating_sub(2)).step_by(2).filter_map(|index| {
+        let (span, next) = (pieces[index], pieces[index + 2]);
+        match pieces[index + 1].trim() {
+            "" if span.ends_with(".rs") => Some((span, next)),
+            "in" | "of" | "(" if next.ends_with(".rs") => Some((next, span)),
+            _ => None,
+        }
+    });
+    pairs.filter(|(file, name)| !is_path(name) && !EXAMPLE_NAMES.contains(file)).collect()
+}
+
+#[test]
+fn the_architecture_page_names_what_exists() {
+    let page = std::fs::read_to_string(root().join("docs/ARCHITECTURE.md")).unwrap();
+    let prose: String = page.split("```").step_by(2).collect();
+    let pieces: Vec<&str> = prose.split('`').collect();
+    let (paths, code) = (repository_paths(), all());
+    let is_at = |name: &str, path: &str| name == path || name.ends_with(&format!("/{path}"));
+    let product = code.iter().filter(|(name, _)| !name.ends_with("tidy.rs"));
+    let known: std::collections::HashSet<&str> =
+        product.flat_map(|(_, text)| words(text)).collect();
+    let mut broken = Vec::new();
+    for span in pieces.iter().skip(1).step_by(2).filter(|span| !EXAMPLE_NAMES.contains(*span)) {
+        if is_path(span) {
+            let expanded = expand_pattern(span).into_iter();
+            let missing = expanded.filter(|path| !paths.iter().any(|name| is_at(name, path)));
+            broken.extend(missing.map(|path| format!("{path} does not exist")));
+        } else {
+            let unknown = identifiers(span).into_iter().filter(|word| !known.contains(word));
+            broken.extend(unknown.map(|word| format!("{word} is not in the code: {span}")));
+        }
+    }
+    for (path, span) in names_beside_files(&pieces) {
+        let Some(word) = identifiers(span).pop() else { continue };
+        let mut files = code.iter().filter(|(name, _)| is_at(name, path));
+        if !files.any(|(_, text)| words(text).any(|other| other == word)) {
+            broken.push(format!("{span} is not in {path}"));
+        }
+    }
+    report(&broken);
 }
