@@ -136,17 +136,7 @@ impl<'a> AgentLoop<'a> {
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
         let offer = ToolSelection::validated(engine, caller, options)?;
-        Ok(Self {
-            engine,
-            caller,
-            model,
-            terms: options,
-            watch,
-            tool_selection: offer,
-            is_reply_resumed: false,
-            allows_empty_reply: false,
-            keyed_options: None,
-        })
+        Ok(Self::with_tool_selection(engine, caller, model, options, watch, offer))
     }
 
     /// Creates a loop with options that were validated before: tools that no longer exist are
@@ -160,17 +150,28 @@ impl<'a> AgentLoop<'a> {
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
         let offer = ToolSelection::new(engine, caller, options);
-        Ok(Self {
+        Ok(Self::with_tool_selection(engine, caller, model, options, watch, offer))
+    }
+
+    fn with_tool_selection(
+        engine: &'a Arc<Runs>,
+        caller: &'a Caller,
+        model: &'a dyn Model,
+        options: &'a RunOptions,
+        watch: EventSink<'a>,
+        tool_selection: ToolSelection,
+    ) -> Self {
+        Self {
             engine,
             caller,
             model,
             terms: options,
             watch,
-            tool_selection: offer,
+            tool_selection,
             is_reply_resumed: false,
             allows_empty_reply: false,
             keyed_options: None,
-        })
+        }
     }
 
     /// Runs steps until there is a final answer or a call of a caller tool.
