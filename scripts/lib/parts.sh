@@ -7,7 +7,7 @@
 # shellcheck shell=bash disable=SC2154 # scripts/test and the other files set the variables
 
 parts=()
-# Parts that run only when they are named.
+# Parts that run only when they are named: run_everything skips their modules, and --quick refuses them.
 standalone_parts=()
 declare -A part_about part_needs part_package part_modules
 
