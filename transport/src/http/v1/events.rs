@@ -14,7 +14,7 @@ use serde::Deserialize;
 use toolcrib::calls::EventQuery;
 use toolcrib::domain::event::CallEvent;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::{Caller, Engine};
+use toolcrib::{CallId, Caller, Engine};
 use toolcrib_protocol::background_task::task_event_name;
 use utoipa::IntoParams;
 
@@ -56,9 +56,7 @@ pub(super) async fn call_events(
 ) -> Result<SseResponse, ApiError> {
     state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let events =
-        EventSubscription::new(state.engine, caller, &headers, EventQuery::Call(id), after);
-    Ok(into_sse(event_messages(events)))
+    Ok(stream_events(state.engine, caller, &headers, EventQuery::Call(id), after))
 }
 
 /// Streams the events of all calls of the project, by default from now on.
@@ -71,20 +69,15 @@ pub(super) async fn project_events(
     QueryParams(from): QueryParams<EventStreamQuery>,
     headers: HeaderMap,
 ) -> Result<SseResponse, ApiError> {
-    let position = resume_position(&headers, &from)?;
-    let after = match position {
-        Some(after) => after,
-        None => state.engine.calls().newest_event(&caller).await?,
-    };
-    let events = EventSubscription::new(state.engine, caller, &headers, EventQuery::Project, after);
-    let messages = event_messages(events);
-    if position.is_some() {
-        return Ok(into_sse(messages));
+    if let Some(after) = resume_position(&headers, &from)? {
+        return Ok(stream_events(state.engine, caller, &headers, EventQuery::Project, after));
     }
+    let after = state.engine.calls().newest_event(&caller).await?;
     // The first message carries the start position, so that a client that disconnects before the
     // first event misses none.
     let begins = Message::default().id(after.to_string());
-    Ok(into_sse(stream::once(async { Ok(begins) }).chain(messages)))
+    let rest = event_messages(state.engine, caller, &headers, EventQuery::Project, after);
+    Ok(into_sse(stream::once(async { Ok(begins) }).chain(rest)))
 }
 
 pub(super) fn resume_position(
@@ -97,8 +90,7 @@ pub(super) fn resume_position(
     Ok(Some(number.ok_or_else(|| Error::refused(Code::BadRequest, message))?))
 }
 
-/// The events that a caller follows, for as long as its credentials are valid.
-pub(super) struct EventSubscription {
+struct EventSubscription {
     engine: Engine,
     caller: Caller,
     credentials: RequestCredentials,
@@ -107,25 +99,64 @@ pub(super) struct EventSubscription {
     page: VecDeque<CallEvent>,
 }
 
+fn stream_events(
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    query: EventQuery,
+    after: u64,
+) -> SseResponse {
+    into_sse(event_messages(engine, caller, headers, query, after))
+}
+
 fn event_messages(
-    events: EventSubscription,
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    query: EventQuery,
+    after: u64,
 ) -> impl Stream<Item = Result<Message, Infallible>> + Send + 'static {
-    stream::unfold(events, async |mut events| {
-        let event = events.next().await?;
+    let standing = RequestCredentials::new(&caller, headers);
+    let following = EventSubscription {
+        engine,
+        caller,
+        credentials: standing,
+        query,
+        after,
+        page: VecDeque::new(),
+    };
+    stream::unfold(following, async |mut following| {
+        let event = following.next().await?;
         let message = sse_message(&event, event.record.kind.as_str(), event_json(&event));
-        Some((Ok(message), events))
+        Some((Ok(message), following))
     })
 }
 
 /// Streams the events of one call as a task: fewer events, under the names of the task protocol.
-pub(super) fn stream_task_events(events: EventSubscription) -> SseResponse {
-    into_sse(stream::unfold(events, async |mut events| {
+pub(super) fn stream_task_events(
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    id: CallId,
+    after: u64,
+) -> SseResponse {
+    let (standing, query) = (RequestCredentials::new(&caller, headers), EventQuery::Call(id));
+    let following = EventSubscription {
+        engine,
+        caller,
+        credentials: standing,
+        query,
+        after,
+        page: VecDeque::new(),
+    };
+    into_sse(stream::unfold(following, async |mut following| {
         loop {
-            let event = events.next().await?;
+            let event = following.next().await?;
             let Some(name) = task_event_name(event.record.kind) else { continue };
-            let call = events.engine.calls().call(&events.caller, &event.call_id).await.ok()?;
+            let call =
+                following.engine.calls().call(&following.caller, &event.call_id).await.ok()?;
             let message = sse_message(&event, name, task_event_json(&event, name, &call));
-            return Some((Ok(message), events));
+            return Some((Ok(message), following));
         }
     }))
 }
@@ -142,17 +173,6 @@ pub(super) fn into_sse(
 }
 
 impl EventSubscription {
-    pub(super) fn new(
-        engine: Engine,
-        caller: Caller,
-        headers: &HeaderMap,
-        query: EventQuery,
-        after: u64,
-    ) -> Self {
-        let credentials = RequestCredentials::new(&caller, headers);
-        Self { engine, caller, credentials, query, after, page: VecDeque::new() }
-    }
-
     /// Returns the next event. The stream ends when the call has ended, when the key was revoked,
     /// or when the store is unavailable (the client reconnects and continues where it was).
     async fn next(&mut self) -> Option<CallEvent> {

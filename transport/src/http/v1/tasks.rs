@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Call;
-use toolcrib::calls::{CallQuery, EventQuery, Until};
+use toolcrib::calls::{CallQuery, Until};
 use toolcrib::domain::event::EventRecord;
 use toolcrib_protocol::background_task::{parse_status, task_status};
 use utoipa::{IntoParams, ToSchema};
@@ -15,9 +15,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::HttpState;
 use super::super::wire::{FaultBody, MetricsBody};
 use super::calls::{CancelCallBody, parse_page};
-use super::events::{
-    EventStreamQuery, EventSubscription, SseResponse, resume_position, stream_task_events,
-};
+use super::events::{EventStreamQuery, SseResponse, resume_position, stream_task_events};
 use crate::http::extract::{
     AuthenticatedCaller, CallPath, JsonBody, QueryParams, invalid_parameter,
 };
@@ -225,7 +223,5 @@ pub(super) async fn events(
 ) -> Result<SseResponse, ApiError> {
     state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let events =
-        EventSubscription::new(state.engine, caller, &headers, EventQuery::Call(id), after);
-    Ok(stream_task_events(events))
+    Ok(stream_task_events(state.engine, caller, &headers, id, after))
 }
