@@ -53,7 +53,7 @@ pub use calls::accept::Ticket;
 pub use calls::batch::{Batch, BatchAnswer};
 pub use calls::request::CallRequest;
 pub use domain::call::{Call, Outcome, Status};
-pub use domain::caller::{Caller, Role};
+pub use domain::caller::{Caller, CallerAttributes, Role, RoleSet};
 pub use domain::fault::{Code, Error, Fault};
 pub use domain::id::CallId;
 pub use domain::json::Json;

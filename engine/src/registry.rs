@@ -21,7 +21,7 @@ use crate::ports::core::Core;
 pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
 pub use keys::{CreatedKey, NewKey, OperatorCredential};
 pub use model_tool_names::name_for_model;
-pub use projects::{DEFAULT_PROJECT, check_array_items};
+pub use projects::check_array_items;
 pub use search::ToolMatch;
 
 /// The directory in memory, and the only writer of the stored one.

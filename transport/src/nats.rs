@@ -138,7 +138,7 @@ fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
         true => (role, AuthMethod::Key),
         false => (Role::Admin, AuthMethod::Anonymous),
     };
-    Caller { project: project.to_owned(), agent: agent.to_owned(), role, auth_method: trust }
+    Caller::new(project, agent, role, trust)
 }
 
 /// Returns the request body, which must be an object. An empty body counts as `{}`.

@@ -85,12 +85,8 @@ async fn ingest_report(
     written: &SharedTableReport,
 ) -> Result<ReportReceipt, Error> {
     let sender = written.source_agent_id.clone().unwrap_or_else(|| "database".to_owned());
-    let caller = Caller {
-        project: written.project.clone(),
-        agent: sender.chars().take(128).collect(),
-        role: Role::Provider,
-        auth_method: AuthMethod::Key,
-    };
+    let agent: String = sender.chars().take(128).collect();
+    let caller = Caller::new(&written.project, agent, Role::Provider, AuthMethod::Key);
     let subject = format!("state.agent_inbox/{}", written.inbox_id);
     let mut headers = Map::new();
     for (name, value) in [

@@ -292,7 +292,8 @@ pub(crate) fn request_digest(caller: &Caller, kind: &str, parts: &[&str]) -> Str
         AuthMethod::Local => "local",
         AuthMethod::Anonymous => "anonymous",
     };
-    let identity = [&caller.project, &caller.agent, caller.role.as_str(), method, kind];
+    let roles = caller.roles.to_string();
+    let identity = [&caller.project, &caller.agent, roles.as_str(), method, kind];
     let mut hash = Sha256::new();
     for part in identity.iter().copied().chain(parts.iter().copied()) {
         // The length keeps the parts apart.

@@ -158,12 +158,8 @@ impl Dispatcher {
         if !is_checked {
             return false;
         }
-        let caller = Caller {
-            project: call.project.clone(),
-            agent: call.origin.agent.clone(),
-            role: Role::Agent,
-            auth_method: AuthMethod::Key,
-        };
+        let (project, agent) = (&call.project, &call.origin.agent);
+        let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
         let catalog = self.registry.catalog();
         // The target is another tool if the call has fallen back to one.
         let denied = [&call.tool_name, &call.target.tool].into_iter().find_map(|tool| {

@@ -1,28 +1,42 @@
 //! The caller: the requester of an operation. A transport builds it from credentials, never from a
 //! request's body; it is the first argument of every engine operation. Pure.
 
+use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-/// The purpose of a key.
+use serde::{Deserialize, Serialize};
+
+/// The project that always exists.
+pub const DEFAULT_PROJECT: &str = "default";
+
+/// One purpose of a credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Calls tools.
     Agent,
     /// Provides tools and reports results.
     Provider,
+    /// Decides about calls that wait for an approval.
+    Approver,
+    /// Reads calls, rules and the audit log; changes nothing.
+    Auditor,
     /// Operates the server; may do everything.
     Admin,
 }
 
 impl Role {
     /// Every role.
-    pub const ALL: [Self; 3] = [Self::Agent, Self::Provider, Self::Admin];
+    pub const ALL: [Self; 5] =
+        [Self::Agent, Self::Provider, Self::Approver, Self::Auditor, Self::Admin];
 
     /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Agent => "agent",
             Self::Provider => "provider",
+            Self::Approver => "approver",
+            Self::Auditor => "auditor",
             Self::Admin => "admin",
         }
     }
@@ -33,6 +47,63 @@ impl FromStr for Role {
 
     fn from_str(text: &str) -> Result<Self, ()> {
         Self::ALL.into_iter().find(|role| role.as_str() == text).ok_or(())
+    }
+}
+
+/// The roles of a credential. Written as names in a fixed order with commas, such as
+/// `agent,approver`, so that equal sets have equal texts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct RoleSet(u8);
+
+impl RoleSet {
+    /// Returns true if the set has this role.
+    pub fn contains(self, role: Role) -> bool {
+        self.0 & (1 << role as u8) != 0
+    }
+
+    /// Returns true if every role of this set is in the other one.
+    pub fn is_subset(self, other: Self) -> bool {
+        self.0 & !other.0 == 0
+    }
+
+    /// Returns true if the set has no role.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Returns the roles in their fixed order.
+    pub fn iter(self) -> impl Iterator<Item = Role> {
+        Role::ALL.into_iter().filter(move |role| self.contains(*role))
+    }
+}
+
+impl FromIterator<Role> for RoleSet {
+    fn from_iter<I: IntoIterator<Item = Role>>(roles: I) -> Self {
+        Self(roles.into_iter().fold(0, |bits, role| bits | 1 << role as u8))
+    }
+}
+
+impl From<Role> for RoleSet {
+    fn from(role: Role) -> Self {
+        [role].into_iter().collect()
+    }
+}
+
+impl fmt::Display for RoleSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, role) in self.iter().enumerate() {
+            f.write_str(if index == 0 { "" } else { "," })?;
+            f.write_str(role.as_str())?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for RoleSet {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        text.split(',').map(Role::from_str).collect()
     }
 }
 
@@ -58,6 +129,33 @@ pub trait Authenticator: Send + Sync + 'static {
 /// Agent name of local callers.
 pub const LOCAL_AGENT: &str = "default";
 
+/// The attributes of a caller that access rules can match, beside its agent and roles. They come
+/// from the credentials, and from headers only if the credentials permit that. Stored with each
+/// call and run, so that a later decision uses the same attributes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CallerAttributes {
+    /// Groups of the agent.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<String>,
+    /// User that the agent acts for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// Session that the credentials assert. Without one the run is the session, and rules that
+    /// allow never match it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub session: Option<String>,
+    /// Environment of the agent, such as `production`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub environment: Option<String>,
+    /// Patterns of the tools that the credentials are limited to; `None` sets no limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tools: Option<Vec<String>>,
+    /// Id of the key or session token, `key_…` or `st_…`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub credential: Option<String>,
+}
+
 /// The authenticated requester of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
@@ -65,17 +163,29 @@ pub struct Caller {
     pub project: String,
     /// The name the key was created for. For a provider, the owner of its clients.
     pub agent: String,
-    /// Role of the credentials, which decides the permitted operations.
-    pub role: Role,
+    /// Roles of the credentials, which decide the permitted operations.
+    pub roles: RoleSet,
     /// Method that authenticated the caller.
     pub auth_method: AuthMethod,
+    /// Attributes that access rules can match.
+    pub attributes: Arc<CallerAttributes>,
 }
 
 impl Caller {
     /// Returns the embedding program as a caller.
     pub fn local(project: impl Into<String>) -> Self {
-        let (agent, role, auth_method) = (LOCAL_AGENT.into(), Role::Admin, AuthMethod::Local);
-        Self { project: project.into(), agent, role, auth_method }
+        Self::new(project, LOCAL_AGENT, Role::Admin, AuthMethod::Local)
+    }
+
+    /// Returns a caller without attributes.
+    pub fn new(
+        project: impl Into<String>,
+        agent: impl Into<String>,
+        roles: impl Into<RoleSet>,
+        auth_method: AuthMethod,
+    ) -> Self {
+        let (project, agent, roles) = (project.into(), agent.into(), roles.into());
+        Self { project, agent, roles, auth_method, attributes: Arc::default() }
     }
 
     /// Returns the bearer of the operator token as a caller.
@@ -100,17 +210,17 @@ impl Caller {
 
     /// Returns true if this caller may call tools.
     pub fn may_invoke(&self) -> bool {
-        matches!(self.role, Role::Agent | Role::Admin)
+        self.roles.contains(Role::Agent) || self.may_administer()
     }
 
     /// Returns true if this caller may provide tools and report results.
     pub fn may_provide(&self) -> bool {
-        matches!(self.role, Role::Provider | Role::Admin)
+        self.roles.contains(Role::Provider) || self.may_administer()
     }
 
     /// Returns true if this caller has access to everything in its project. Keys, rules, upstreams
     /// and the audit log additionally require that it is not anonymous.
     pub fn may_administer(&self) -> bool {
-        self.role == Role::Admin
+        self.roles.contains(Role::Admin)
     }
 }

@@ -12,7 +12,7 @@ use progress::{FinalAnswer, RunProgress};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::caller::{AuthMethod, Caller, Role, RoleSet};
 use crate::domain::event::CallEvent;
 use crate::domain::fault::{Code, Fault};
 
@@ -67,7 +67,7 @@ impl FromStr for RunStatus {
 pub struct RunOwner {
     /// Agent name of the caller.
     pub agent: String,
-    /// Wire name of the caller's [`Role`].
+    /// The caller's [`RoleSet`] as text.
     pub role: String,
     /// True if the caller was authenticated as local, without a key.
     pub local: bool,
@@ -87,7 +87,7 @@ impl RunOwner {
 
 impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
-        let (agent, role) = (caller.agent.clone(), caller.role.as_str().to_owned());
+        let (agent, role) = (caller.agent.clone(), caller.roles.to_string());
         Self { agent, role, local: caller.is_exempt_from_rules(), keyed: false }
     }
 }
@@ -169,12 +169,9 @@ impl Run {
     /// Returns the caller that the run acts for. A run calls tools and administers nothing, so one
     /// that was started without a key acts as an anonymous caller.
     pub fn caller(&self) -> Caller {
-        Caller {
-            project: self.project.clone(),
-            agent: self.owner.agent.clone(),
-            role: self.owner.role.parse().unwrap_or(Role::Agent),
-            auth_method: if self.owner.local { AuthMethod::Anonymous } else { AuthMethod::Key },
-        }
+        let method = if self.owner.local { AuthMethod::Anonymous } else { AuthMethod::Key };
+        let roles = self.owner.role.parse().unwrap_or(RoleSet::from(Role::Agent));
+        Caller::new(&self.project, &self.owner.agent, roles, method)
     }
 }
 

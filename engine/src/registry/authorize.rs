@@ -18,7 +18,7 @@ impl Catalog {
     /// Decides whether the caller may call a tool with this name, even if no such tool exists.
     pub fn authorize(&self, caller: &Caller, tool: &str) -> AccessDecision {
         if !caller.may_invoke() {
-            let role = caller.role.as_str();
+            let role = caller.roles;
             return AccessDecision::Denied(format!("a key with the role {role} cannot call tools"));
         }
         if caller.is_exempt_from_rules() || caller.may_administer() {

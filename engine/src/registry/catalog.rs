@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use project_map::{NameMap, ProjectMap};
 use serde_json::json;
 
-use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
+use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role, RoleSet};
 use crate::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, UnlistedTools,
 };
@@ -267,12 +267,12 @@ impl Catalog {
 
     /// Returns true if an active key authenticates exactly this caller.
     pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        let Caller { project, agent, role, auth_method: trust } = caller;
-        *trust == AuthMethod::Key
-            && self
-                .keys
-                .values()
-                .any(|key| (&key.project, &key.agent, key.role) == (project, agent, *role))
+        let is_it = |key: &ApiKey| {
+            key.project == caller.project
+                && key.agent == caller.agent
+                && RoleSet::from(key.role) == caller.roles
+        };
+        caller.auth_method == AuthMethod::Key && self.keys.values().any(|key| is_it(key))
     }
 
     /// Returns true if this caller's key may adopt a client: it was registered before the server
@@ -281,7 +281,8 @@ impl Catalog {
         let Some(client) = self.client(&caller.project, client_id) else { return false };
         let keys = &self.directory.keys;
         let first_key_ms = keys.iter().map(|key| key.created_ms).min();
-        let is_provider = caller.auth_method == AuthMethod::Key && caller.role == Role::Provider;
+        let is_provider =
+            caller.auth_method == AuthMethod::Key && caller.roles == Role::Provider.into();
         // Revoked keys count: the client of another provider is never adopted.
         let owner_has_key = keys.iter().any(|key| {
             key.project == client.project && key.agent == client.owner && key.role != Role::Agent
@@ -537,7 +538,7 @@ pub(crate) fn require_provider(caller: &Caller) -> Result<(), Error> {
     let message = format!(
         "a key with the role {} can neither offer tools nor report results; \
          toolcrib keys create --role provider makes one that can",
-        caller.role.as_str()
+        caller.roles
     );
     Err(Error::refused(Code::PermissionDenied, message))
 }

@@ -5,12 +5,11 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::domain::access_rules::{AccessRule, RuleVerdict, check_pattern};
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::caller::{AuthMethod, Caller, DEFAULT_PROJECT, Role};
 use crate::domain::directory::{ApiKey, AuditEntry, DirectoryChange};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::ports::core::from_store_error;
-use crate::registry::projects::DEFAULT_PROJECT;
 use crate::registry::{Admin, Registry};
 
 /// A request to create an API key.
@@ -75,12 +74,7 @@ impl Registry {
         let Some(key) = catalog.key(&digest) else {
             return self.authenticator.as_ref()?.authenticate(secret);
         };
-        Some(Caller {
-            project: key.project.clone(),
-            agent: key.agent.clone(),
-            role: key.role,
-            auth_method: AuthMethod::Key,
-        })
+        Some(Caller::new(&key.project, &key.agent, key.role, AuthMethod::Key))
     }
 
     /// Returns true if callers must present an API key or a token.
@@ -126,7 +120,7 @@ impl Registry {
         let message = if caller.may_administer() {
             format!("this key administers project \"{}\" only", caller.project)
         } else {
-            format!("a key with the role {} cannot do this", caller.role.as_str())
+            format!("a key with the role {} cannot do this", caller.roles)
         };
         Err(Error::refused(Code::PermissionDenied, message))
     }

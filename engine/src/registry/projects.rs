@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::catalog::{Catalog, CatalogEntry, compile_definitions, require_provider};
 use crate::domain::call::Call;
-use crate::domain::caller::Caller;
+use crate::domain::caller::{Caller, DEFAULT_PROJECT};
 use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_tool_name};
@@ -14,9 +14,6 @@ use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
 use crate::ports::core::from_store_error;
 use crate::registry::Registry;
 use crate::registry::keys::check_identifier;
-
-/// The project that always exists.
-pub const DEFAULT_PROJECT: &str = "default";
 
 impl Registry {
     /// Creates a project.
@@ -246,7 +243,7 @@ fn require_definition_access(caller: &Caller) -> Result<(), Error> {
     }
     let message = format!(
         "a key with the role {} cannot read definitions; the tools it may call are at /v1/tools",
-        caller.role.as_str()
+        caller.roles
     );
     Err(Error::refused(Code::PermissionDenied, message))
 }

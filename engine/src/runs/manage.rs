@@ -395,7 +395,7 @@ pub fn require_run_access(caller: &Caller) -> Result<(), Error> {
     if caller.may_invoke() {
         return Ok(());
     }
-    let message = format!("a key with the role {} has no runs", caller.role.as_str());
+    let message = format!("a key with the role {} has no runs", caller.roles);
     Err(Error::refused(Code::PermissionDenied, message))
 }
 

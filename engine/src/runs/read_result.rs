@@ -48,7 +48,7 @@ impl Runs {
         part: SliceQuery,
     ) -> Result<Slice, Error> {
         if !caller.may_administer() {
-            let role = caller.role.as_str();
+            let role = caller.roles;
             let message = format!("raw values are for operators; this key has the role {role}");
             return Err(Error::refused(Code::PermissionDenied, message));
         }
@@ -311,12 +311,8 @@ async fn execute_result_read(
     };
     let id: CallId = args.tool_call_id.parse().map_err(|_| no_such())?;
     // The tool has the rights of the agent that made the call, and never more than an agent's.
-    let caller = Caller {
-        project: context.project.clone(),
-        agent: context.agent.clone(),
-        role: Role::Agent,
-        auth_method: AuthMethod::Key,
-    };
+    let (project, agent) = (&context.project, &context.agent);
+    let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
     let mut max_bytes = MAX_TOOL_BYTES;
     loop {
         let part = SliceQuery {

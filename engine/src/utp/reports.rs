@@ -164,7 +164,7 @@ impl Utp {
         report: ToolServiceReport,
     ) -> Result<ReportReceipt, ReportRejection> {
         if !caller.may_provide() {
-            let message = format!("a key with the role {} cannot report", caller.role.as_str());
+            let message = format!("a key with the role {} cannot report", caller.roles);
             return Err(ReportRejection {
                 dead_letter_reason: None,
                 error: Error::refused(Code::PermissionDenied, message),

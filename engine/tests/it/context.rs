@@ -273,12 +273,7 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
             AccessRule { project, agent, pattern: pattern.into(), verdict: RuleVerdict::Deny };
         engine.admin().set_rule(&operator, rule).await.unwrap();
     }
-    Caller {
-        project: "p".into(),
-        agent: name.into(),
-        role: Role::Agent,
-        auth_method: AuthMethod::Key,
-    }
+    Caller::new("p", name, Role::Agent, AuthMethod::Key)
 }
 
 #[tokio::test]
@@ -298,7 +293,7 @@ async fn only_the_recording_agent_can_record_and_answer_its_calls() {
         .unwrap();
     assert_eq!(denied.code(), Code::PermissionDenied);
     assert!(denied.to_string().contains("secret.*"), "{denied}");
-    let provider = Caller { role: Role::Provider, ..ada.clone() };
+    let provider = Caller { roles: Role::Provider.into(), ..ada.clone() };
     let refused =
         engine.runs().record_calls(&provider, RUN, vec![caller_call("my.own", "x")]).await;
     assert_eq!(refused.err().unwrap().code(), Code::PermissionDenied);

@@ -76,7 +76,7 @@ async fn a_result_that_violates_the_schema_is_readable_by_operators() {
         engine.runs().read_raw_result(&operator, &failed.id, SliceQuery::default()).await.unwrap();
     let raw = Json::from_value(&json!({ "not": "a number" }));
     assert_eq!(slice.content, SliceContent::Value(raw));
-    let agent = Caller { role: Role::Agent, ..operator };
+    let agent = Caller { roles: Role::Agent.into(), ..operator };
     let error =
         engine.runs().read_raw_result(&agent, &failed.id, SliceQuery::default()).await.unwrap_err();
     assert_eq!(code(&error), Code::PermissionDenied);

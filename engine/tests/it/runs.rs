@@ -304,14 +304,18 @@ async fn only_the_owner_or_an_admin_can_continue_a_run() {
     let engine = fixture.engine(Arc::new(Script::default().says("one").says("two"))).await;
     let id = engine.runs().start_run(&caller(), new_run("hi")).await.unwrap().run.id;
     wait_for_end(&engine, &id).await;
-    let other =
-        Caller { agent: "eve".into(), role: Role::Agent, auth_method: AuthMethod::Key, ..caller() };
+    let other = Caller {
+        agent: "eve".into(),
+        roles: Role::Agent.into(),
+        auth_method: AuthMethod::Key,
+        ..caller()
+    };
     let more = || vec![json!({ "role": "user", "content": "Send me the money." })];
     let refused = engine.runs().add_run_messages(&other, &id, more()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     let refused = engine.runs().resume_run(&other, &id).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
-    let admin = Caller { role: Role::Admin, ..other };
+    let admin = Caller { roles: Role::Admin.into(), ..other };
     engine.runs().add_run_messages(&admin, &id, more()).await.unwrap();
     assert_eq!(wait_for_end(&engine, &id).await.answer.unwrap().text, "two");
 }

@@ -327,7 +327,7 @@ async fn invalid_callback_urls_and_redeliveries_are_refused() {
     let without = test.engine.calls().invoke(&test.caller, request).await.unwrap().call.id.clone();
     let repeated = test.engine.webhooks().redeliver(&test.caller, &without).await;
     assert_eq!(repeated.err().unwrap().code(), Code::NotFound);
-    let provider = Caller { role: Role::Provider, ..test.caller.clone() };
+    let provider = Caller { roles: Role::Provider.into(), ..test.caller.clone() };
     let query = DeliveryQuery { limit: 10, ..DeliveryQuery::default() };
     let listed = test.engine.webhooks().deliveries(&provider, query).await;
     assert_eq!(listed.err().unwrap().code(), Code::PermissionDenied);

@@ -143,12 +143,8 @@ impl Authenticator for JwtAuthenticator {
             (1..=64).contains(&word.len())
                 && word.chars().all(|c| c.is_ascii_alphanumeric() || "_-.@:|".contains(c))
         };
-        (plain(&project) && plain(&agent)).then_some(Caller {
-            project,
-            agent,
-            role,
-            auth_method: AuthMethod::Key,
-        })
+        (plain(&project) && plain(&agent))
+            .then(|| Caller::new(project, agent, role, AuthMethod::Key))
     }
 }
 

@@ -141,7 +141,7 @@ async fn put_tool(
     request: Request,
 ) -> Result<Response, ApiError> {
     if !caller.may_provide() {
-        let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
+        let message = format!("a key with the role {} cannot define tools", caller.roles);
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     let limit = state.settings.max_body_bytes;

@@ -113,8 +113,9 @@ impl SessionKey {
             AuthMethod::Local => "local",
             AuthMethod::Anonymous => "anonymous",
         };
+        let roles = caller.roles.to_string();
         // The length before each field keeps the fields apart.
-        for field in [&caller.project, &caller.agent, caller.role.as_str(), method] {
+        for field in [&caller.project, &caller.agent, roles.as_str(), method] {
             mac.update(&(field.len() as u64).to_be_bytes());
             mac.update(field.as_bytes());
         }

@@ -145,7 +145,7 @@ impl CallerToolList {
 
 /// The properties of a caller that decide which tools are listed: project, agent, role, and whether
 /// the caller is local.
-type ToolListKey = (String, String, toolcrib::Role, bool);
+type ToolListKey = (String, String, toolcrib::RoleSet, bool);
 
 /// The lists of recent callers. A list is rebuilt when the directory has changed; entries of
 /// unchanged tools are reused.
@@ -168,7 +168,7 @@ impl ToolListCache {
     /// Returns the caller's list for the present state of the directory.
     pub(super) fn for_caller(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
         let local = caller.is_exempt_from_rules();
-        let key = (caller.project.clone(), caller.agent.clone(), caller.role, local);
+        let key = (caller.project.clone(), caller.agent.clone(), caller.roles, local);
         // Read before the tools: if the directory changes in between, the next request rebuilds the
         // list.
         let version = engine.registry().directory_version();

@@ -469,7 +469,7 @@ fn require_run_permission(caller: &Caller) -> Result<(), Error> {
     if caller.may_invoke() {
         return Ok(());
     }
-    let message = format!("a key with the role {} has no runs", caller.role.as_str());
+    let message = format!("a key with the role {} has no runs", caller.roles);
     Err(Error::refused(Code::PermissionDenied, message))
 }
 

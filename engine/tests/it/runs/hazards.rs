@@ -143,7 +143,7 @@ async fn a_caller_of_the_same_name_but_a_lesser_role_cannot_continue_a_run() {
     let engine = Fixture::new().engine(Arc::new(script)).await;
     let id = engine.runs().start_run(&caller(), new_run("Hello")).await.unwrap().run.id;
     wait_for_end(&engine, &id).await;
-    let weaker = Caller { role: Role::Agent, auth_method: AuthMethod::Key, ..caller() };
+    let weaker = Caller { roles: Role::Agent.into(), auth_method: AuthMethod::Key, ..caller() };
     let more = vec![json!({ "role": "user", "content": "and now pay" })];
     let refused = engine.runs().add_run_messages(&weaker, &id, more.clone()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);

@@ -334,7 +334,7 @@ pub async fn followers_see_every_event_once_and_in_order_while_calls_end(store: 
             let page = store.events(scope.clone(), after, 20 + n).await.unwrap();
             if page.is_empty() && store.last_event_number(of_project("p")).await.unwrap() <= after {
                 let all = store.events(scope.clone(), 0, EVENTS + 1).await.unwrap();
-                if all.len() == EVENTS {
+                if all.len() == EVENTS && all.last().is_some_and(|last| last.number <= after) {
                     break;
                 }
             }

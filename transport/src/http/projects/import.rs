@@ -97,7 +97,7 @@ pub(super) async fn import(
     request: Request,
 ) -> Result<Response, ApiError> {
     if !caller.may_provide() {
-        let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
+        let message = format!("a key with the role {} cannot define tools", caller.roles);
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     let caller = state.engine.registry().switch_project(&caller, &project)?;

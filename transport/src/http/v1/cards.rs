@@ -124,7 +124,7 @@ pub(super) async fn report(
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     if !caller.may_provide() {
-        let message = format!("a key with the role {} cannot report", caller.role.as_str());
+        let message = format!("a key with the role {} cannot report", caller.roles);
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
     // A body over the limit is stored as a dead letter, which needs the start of the body.

@@ -119,7 +119,7 @@ fn require_provider(caller: &Caller) -> Result<(), Error> {
     if caller.may_provide() {
         return Ok(());
     }
-    let message = format!("a key with the role {} cannot execute calls", caller.role.as_str());
+    let message = format!("a key with the role {} cannot execute calls", caller.roles);
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
