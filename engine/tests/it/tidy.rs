@@ -244,6 +244,109 @@ fn the_engines_layers_have_no_circles() {
     report(&broken);
 }
 
+/// Collects the paths at the beginning of `rest`, below `prefix`: `a::{b, c::d}` has two. Returns
+/// the text after them.
+fn collect_paths<'a>(rest: &'a str, prefix: &[&'a str], found: &mut Vec<Vec<&'a str>>) -> &'a str {
+    let rest = rest.trim_start();
+    if let Some(mut rest) = rest.strip_prefix('{') {
+        while !rest.is_empty() && !rest.starts_with('}') {
+            let after = collect_paths(rest, prefix, found).trim_start();
+            // A rename ends its path; the next one begins after the comma.
+            let end = after.find([',', '}']).unwrap_or(after.len());
+            rest = after[end..].strip_prefix(',').unwrap_or(&after[end..]).trim_start();
+        }
+        return rest.strip_prefix('}').unwrap_or(rest);
+    }
+    let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+    let path: Vec<&str> = prefix.iter().copied().chain([&rest[..end]]).collect();
+    match rest[end..].strip_prefix("::") {
+        Some(below) => collect_paths(below, &path, found),
+        None => {
+            found.push(path);
+            &rest[end..]
+        }
+    }
+}
+
+/// Returns the modules of a crate that a module names by a path from `crate`, `super` or `self`.
+fn used_modules(
+    module: &[String],
+    text: &str,
+    modules: &std::collections::BTreeMap<Vec<String>, String>,
+) -> Vec<Vec<String>> {
+    let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let code = lines.collect::<Vec<_>>().join("\n");
+    let mut used = Vec::new();
+    for root in ["crate::", "super::", "self::"] {
+        for (at, _) in code.match_indices(root) {
+            let is_inside = code[..at].ends_with(|c: char| c.is_alphanumeric() || "_:".contains(c));
+            let mut paths = Vec::new();
+            if !is_inside {
+                collect_paths(&code[at..], &[], &mut paths);
+            }
+            for path in paths {
+                let supers = path.iter().take_while(|word| **word == "super").count();
+                let base = match path[0] {
+                    "crate" => &[][..],
+                    _ => &module[..module.len().saturating_sub(supers)],
+                };
+                let below = path.iter().skip(supers.max(1)).map(|word| (*word).to_owned());
+                let mut target: Vec<String> = base.iter().cloned().chain(below).collect();
+                while !modules.contains_key(&target) && target.pop().is_some() {}
+                used.push(target);
+            }
+        }
+    }
+    used
+}
+
+#[test]
+fn modules_beside_each_other_have_no_circles() {
+    let mut broken = Vec::new();
+    for member in MEMBERS {
+        let folder = root().join(member).join("src");
+        let files = sources(&folder)
+            .into_iter()
+            .filter(|(name, _)| !name.ends_with("tests.rs") && !name.contains("/tests/"));
+        let modules: std::collections::BTreeMap<Vec<String>, String> = files
+            .map(|(name, text)| {
+                let inner = name.split_once("/src/").map_or("", |(_, inner)| inner);
+                let inner = inner.trim_end_matches(".rs");
+                let product = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
+                let path = inner.split('/').filter(|part| !["lib", "main"].contains(part));
+                (path.map(str::to_owned).collect(), product.to_owned())
+            })
+            .collect();
+        // Each edge is between two children of one module.
+        let mut edges = std::collections::BTreeSet::new();
+        for (module, text) in &modules {
+            for used in used_modules(module, text, &modules) {
+                let common = module.iter().zip(&used).take_while(|(a, b)| a == b).count();
+                if let (Some(a), Some(b)) = (module.get(common), used.get(common)) {
+                    edges.insert((module[..common].to_vec(), a.clone(), b.clone()));
+                }
+            }
+        }
+        for (parent, from, to) in &edges {
+            let mut reached = vec![to];
+            let mut next = 0;
+            while let Some(at) = reached.get(next).copied() {
+                let beside = edges.iter().filter(|(p, a, _)| p == parent && a == at);
+                for (_, _, b) in beside {
+                    if !reached.contains(&b) {
+                        reached.push(b);
+                    }
+                }
+                next += 1;
+            }
+            if reached.contains(&from) {
+                broken.push(format!("{member}/src/{}: {from} uses {to}", parent.join("/")));
+            }
+        }
+    }
+    report(&broken);
+}
+
 /// Returns the names of the types that a file defines outside its tests.
 fn type_names(text: &str) -> Vec<String> {
     let product = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
