@@ -1,4 +1,4 @@
-//! Commands: what a tool service or an HTTP API receives for an attempt.
+//! Builds the command that a tool service or an HTTP API receives for an attempt.
 
 use std::sync::Arc;
 
@@ -12,17 +12,17 @@ use crate::ports::source::ToolCommand;
 impl Dispatcher {
     /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
     pub(crate) async fn build_command(&self, call: &Arc<Call>) -> Result<ToolCommand, Fault> {
-        let found = self.registry.load_binding(call).await.map_err(|error| {
-            let message = format!("the definition cannot be read: {error}");
+        let loaded_binding = self.registry.load_binding(call).await.map_err(|error| {
+            let message = format!("cannot read the tool definition: {error}");
             Fault::new(Code::UpstreamUnavailable, message).without_side_effect()
         })?;
-        let Some(binding) = found else {
-            let message = format!("the definition of {} is gone", call.target.tool);
+        let Some(binding) = loaded_binding else {
+            let message = format!("the definition of {} no longer exists", call.target.tool);
             return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
         };
         let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
-        let handed_on = self.attempt_traceparent(call).map(|span| span.to_string());
-        let traceparent = handed_on.unwrap_or_else(|| derived::call_traceparent(call));
+        let attempt_traceparent = self.attempt_traceparent(call).map(|span| span.to_string());
+        let traceparent = attempt_traceparent.unwrap_or_else(|| derived::call_traceparent(call));
         let (route, call) = (utp::Route::for_call(call), call.clone());
         Ok(ToolCommand { call, route, binding, card_id, traceparent })
     }
@@ -41,7 +41,7 @@ impl Dispatcher {
         match shared.write_command(card, &command.route, &command.traceparent).await {
             Ok(()) => Ok(command),
             Err(error) => {
-                let message = format!("the command's card is not stored: {error}");
+                let message = format!("cannot store the card of the command: {error}");
                 Err(Fault::new(Code::UpstreamUnavailable, message).without_side_effect())
             }
         }

@@ -236,8 +236,8 @@ impl Dispatcher {
 
     /// Releases the slot of an attempt that is no longer in flight, and lets its source forget it.
     fn release_attempt(&self, entry: &OpenCall, before: &Call, after: &Call, actions: &[Action]) {
-        let over = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
-        if !over {
+        let has_ended = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
+        if !has_ended {
             if after.status.is_terminal() {
                 self.limiter.dequeue(&after.id);
             }

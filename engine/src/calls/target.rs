@@ -63,8 +63,9 @@ impl Dispatcher {
 
     /// Returns the fallback tools of a tool: those that the operator set, or its definition's.
     pub(crate) fn fallbacks_of<'a>(&'a self, tool: &'a Compiled) -> &'a [Fallback] {
-        let over = self.core.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
-        over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
+        let override_fallback =
+            self.core.policies.tools.get(&tool.definition.name).map(|tool| &tool.fallback);
+        override_fallback.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
     }
 
     /// Builds the target of a call to this tool.
@@ -106,8 +107,9 @@ impl Dispatcher {
     /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
     pub(crate) fn resolve_caps(&self, queue: &QueueKey) -> Option<ConcurrencyCaps> {
         let entry = self.registry.catalog().find(&queue.project, &queue.tool)?;
-        let over = self.core.policies.tools.get(&queue.tool).and_then(|o| o.policy.max_parallel);
-        let tool = over.or(entry.definition.policy.max_parallel);
+        let tool_override = self.core.policies.tools.get(&queue.tool);
+        let override_max_parallel = tool_override.and_then(|tool| tool.policy.max_parallel);
+        let tool = override_max_parallel.or(entry.definition.policy.max_parallel);
         Some(ConcurrencyCaps { tool, ..self.project_caps(&queue.project) })
     }
 

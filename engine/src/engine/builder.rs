@@ -131,8 +131,8 @@ impl EngineBuilder {
     }
 
     /// Sets the default policy for model requests and their retries.
-    pub fn model_request_policy(mut self, asking: ModelRequestPolicy) -> Self {
-        self.model_request_policy = asking;
+    pub fn model_request_policy(mut self, policy: ModelRequestPolicy) -> Self {
+        self.model_request_policy = policy;
         self
     }
 

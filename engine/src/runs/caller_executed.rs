@@ -119,25 +119,25 @@ impl Runs {
         tools: &[ToolDefinition],
         reported: ReportedCall,
     ) -> Result<ValidatedCall, Error> {
-        let ReportedCall { request: mut asked, background, result } = reported;
-        asked.run_id = run_id.to_owned();
-        let definition = find_definition(tools, &asked.tool);
-        asked.tool = definition.map_or(asked.tool, |tool| tool.name.clone());
-        check_tool_name(&asked.tool)
+        let ReportedCall { mut request, background, result } = reported;
+        request.run_id = run_id.to_owned();
+        let definition = find_definition(tools, &request.tool);
+        request.tool = definition.map_or(request.tool, |tool| tool.name.clone());
+        check_tool_name(&request.tool)
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
         let catalog = self.registry.catalog();
-        let decision = catalog.authorize_reported_call(caller, &asked.tool);
-        self.registry.enforce_decision(caller, &asked.tool, decision).await?;
-        if asked.retry.is_some_and(|retry| retry > 0) {
+        let decision = catalog.authorize_reported_call(caller, &request.tool);
+        self.registry.enforce_decision(caller, &request.tool, decision).await?;
+        if request.retry.is_some_and(|retry| retry > 0) {
             let message = "retry: what you run yourself is not tried again by Toolcrib";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        check_request(&asked, self.core.limits.max_args_bytes)?;
+        check_request(&request, self.core.limits.max_args_bytes)?;
         let default_ms = self.registry.default_timeout_ms(caller);
-        let tool = caller_tool_entry(definition, &caller.project, &asked.tool, default_ms);
+        let tool = caller_tool_entry(definition, &caller.project, &request.tool, default_ms);
         tool.prepare_input().await;
-        let key = build_idempotency_key(caller, &asked);
-        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked)?;
+        let key = build_idempotency_key(caller, &request);
+        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), request)?;
         // The caller executes the call once; only its deadline limits that.
         let mut call =
             Call { max_retries: 0, fallbacks: Vec::new(), attempt_timeout_ms: None, ..drafted };

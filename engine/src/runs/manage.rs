@@ -107,7 +107,7 @@ impl Runs {
         {
             return Ok(joined);
         }
-        let terms = RunOptions {
+        let options = RunOptions {
             run_id: id.clone(),
             idempotency_prefix: Some(id.clone()),
             tools: new.tools,
@@ -130,7 +130,7 @@ impl Runs {
             },
             model: new.model,
             status: RunStatus::Running,
-            options: terms,
+            options,
             progress: RunProgress::default(),
             answer: None,
             error: None,

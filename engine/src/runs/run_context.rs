@@ -211,8 +211,8 @@ impl Runs {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let limit = self.core.limits.max_tools_per_registration;
-        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
-        if tools.caller_tools.len().max(crib.len()) > limit {
+        let toolcrib_tools = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
+        if tools.caller_tools.len().max(toolcrib_tools.len()) > limit {
             let message = format!("a run is told of at most {limit} tools of a kind");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
@@ -234,8 +234,8 @@ impl Runs {
         let definitions = tools.caller_tools.clone();
         let compiled = compile_definitions(&caller.project, definitions).await;
         compiled.map_err(|(n, error)| with_pointer(&format!("tool_definitions/{n}"), error))?;
-        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
-        for (n, name) in crib.iter_mut().enumerate() {
+        let toolcrib_tools = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
+        for (n, name) in toolcrib_tools.iter_mut().enumerate() {
             let pointer = format!("crib_tools/{n}");
             let found = self
                 .registry

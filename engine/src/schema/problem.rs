@@ -31,10 +31,10 @@ pub(super) fn explain(
     instance: &Value,
     errors: &ErrorSlice<'_>,
 ) -> Vec<SchemaProblem> {
-    let teller = ProblemExplainer { source, instance, name: None };
+    let explainer = ProblemExplainer { source, instance, name: None };
     let mut problems: Vec<SchemaProblem> = Vec::new();
     for error in errors {
-        for problem in teller.explain_error(error, 0) {
+        for problem in explainer.explain_error(error, 0) {
             if !problems.contains(&problem) {
                 problems.push(problem);
             }
@@ -287,7 +287,7 @@ impl<'a> ProblemExplainer<'a> {
             _ => format!(" of {}", pointer_label(pointer)),
         };
         let names: Vec<Value> = properties.iter().map(|name| Value::from(*name)).collect();
-        let tell = |name: &String| {
+        let describe = |name: &String| {
             let mut message = format!("{} is not a known property{suffix}", quote(name));
             if let Some(meant) = phrases::nearest_name(name, &properties) {
                 message += &format!("; did you mean {}?", quote(meant));
@@ -308,7 +308,7 @@ impl<'a> ProblemExplainer<'a> {
                 message,
             }
         };
-        unexpected.iter().take(MAX_PROBLEMS).map(tell).collect()
+        unexpected.iter().take(MAX_PROBLEMS).map(describe).collect()
     }
 
     /// Returns the property names that the schema around a failed keyword describes.
@@ -348,12 +348,12 @@ impl<'a> ProblemExplainer<'a> {
     ) -> Vec<SchemaProblem> {
         // The name is the only instance that an error carries, already truncated.
         let name = inner.instance().as_str().unwrap_or_default();
-        let teller = ProblemExplainer {
+        let explainer = ProblemExplainer {
             source: self.source,
             instance: self.instance,
             name: Some(inner.instance()),
         };
-        let expected = match teller.explain_error(inner, unions + 1).into_iter().next() {
+        let expected = match explainer.explain_error(inner, unions + 1).into_iter().next() {
             Some(problem) => problem.expected,
             None => "a name that fits the schema".to_string(),
         };

@@ -86,7 +86,11 @@ pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
         status: "pending",
         tool_call_id: id,
         task_id: background.then_some(id),
-        questions: call.elicitation.as_ref().filter(|_| waits).map(|asked| &asked.unanswered),
+        questions: call
+            .elicitation
+            .as_ref()
+            .filter(|_| waits)
+            .map(|elicitation| &elicitation.unanswered),
         message: match call.hold {
             _ if waits => INPUT_NOTICE,
             _ if background => BACKGROUND_NOTICE,
@@ -222,12 +226,12 @@ impl BatchEntryResult {
             let message = shorten::truncate_to_tokens(&fault.message, remaining);
             let whole =
                 self.build_message("", Some(&fault_with_message_only(fault, message.clone())));
-            let over = tokens::count(whole.text()).saturating_sub(budget);
+            let excess = tokens::count(whole.text()).saturating_sub(budget);
             // Escaping and token boundaries between the parts cost more than the parts alone.
-            if over == 0 || remaining == 0 {
+            if excess == 0 || remaining == 0 {
                 return message;
             }
-            remaining = remaining.saturating_sub(over);
+            remaining = remaining.saturating_sub(excess);
         }
     }
 

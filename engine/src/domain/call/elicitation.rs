@@ -37,8 +37,8 @@ impl ElicitationRequest {
             return Some(format!("the tool asks more than {MAX_QUESTIONS} questions at once"));
         }
         let bytes = json_size(&self.questions) + self.source_state.as_ref().map_or(0, String::len);
-        let over = bytes > MAX_ELICITATION_BYTES;
-        over.then(|| format!("the tool's questions are over {MAX_ELICITATION_BYTES} bytes"))
+        let is_too_large = bytes > MAX_ELICITATION_BYTES;
+        is_too_large.then(|| format!("the tool's questions are over {MAX_ELICITATION_BYTES} bytes"))
     }
 }
 

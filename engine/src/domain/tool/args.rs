@@ -158,8 +158,8 @@ impl ArgumentRules {
     }
 
     /// Returns the metadata of the `tool.call` card that records which rules were applied.
-    pub fn audit_metadata(&self, asked: &Value) -> Map<String, Value> {
-        let applied = self.apply(asked, &TemplateVars::default());
+    pub fn audit_metadata(&self, args: &Value) -> Map<String, Value> {
+        let applied = self.apply(args, &TemplateVars::default());
         let audit = json!({
             "tool_args_defaults_applied": applied.defaults,
             "tool_args_fixed_applied": applied.fixed,

@@ -62,8 +62,8 @@ impl MemoryState {
         for record in records {
             self.last_number += 1;
             let (call_id, run_id) = (call.id.clone(), call.run_id.clone());
-            let (number, asked_as) = (self.last_number, call.origin.caller_call_id.clone());
-            let event = CallEvent { number, call_id, run_id, caller_call_id: asked_as, record };
+            let (number, caller_call_id) = (self.last_number, call.origin.caller_call_id.clone());
+            let event = CallEvent { number, call_id, run_id, caller_call_id, record };
             self.events.insert(self.last_number, event);
         }
     }
@@ -302,15 +302,15 @@ impl Store for MemoryStore {
     ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
         let existing = state.deliveries.get_mut(&delivery.call_id);
-        let Some((stored, tries)) = existing.filter(|(stored, _)| {
+        let Some((stored, attempts)) = existing.filter(|(stored, _)| {
             stored.project == delivery.project && stored.version + 1 == delivery.version
         }) else {
             return Ok(SaveResult::Conflict);
         };
         *stored = delivery;
-        tries.extend(tried);
-        let over = tries.len().saturating_sub(MAX_STORED_ATTEMPTS as usize);
-        tries.drain(..over);
+        attempts.extend(tried);
+        let excess = attempts.len().saturating_sub(MAX_STORED_ATTEMPTS as usize);
+        attempts.drain(..excess);
         Ok(SaveResult::Saved)
     }
 

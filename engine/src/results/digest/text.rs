@@ -89,8 +89,8 @@ struct TextAnalysis<'t> {
 /// Renders the head, the tail and the most relevant middle in at most `budget` tokens, with a mark
 /// wherever lines are omitted.
 pub(super) fn render(text: &str, hint: Option<&str>, budget: usize) -> String {
-    let asked = query_words(hint.unwrap_or_default());
-    let Some(words) = KeywordMatcher::new(&asked) else { return String::new() };
+    let query = query_words(hint.unwrap_or_default());
+    let Some(words) = KeywordMatcher::new(&query) else { return String::new() };
     let blocks = split_blocks(text);
     let (scores, weights) = words.score_blocks(text, &blocks);
     let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
@@ -283,17 +283,17 @@ struct TextExcerpt {
 
 /// Matches the words of the query and then the salient words.
 struct KeywordMatcher<'a> {
-    asked: usize,
+    query_count: usize,
     all: Vec<&'a str>,
     finder: Regex,
 }
 
 impl<'a> KeywordMatcher<'a> {
-    fn new(asked: &'a [String]) -> Option<Self> {
-        let all: Vec<&str> = asked.iter().map(String::as_str).chain(SALIENT).collect();
+    fn new(query: &'a [String]) -> Option<Self> {
+        let all: Vec<&str> = query.iter().map(String::as_str).chain(SALIENT).collect();
         let pattern: Vec<String> = all.iter().map(|word| regex::escape(word)).collect();
         let finder = RegexBuilder::new(&pattern.join("|")).case_insensitive(true).build().ok()?;
-        Some(Self { asked: asked.len(), all, finder })
+        Some(Self { query_count: query.len(), all, finder })
     }
 
     /// Returns the set of matched words as bits.
@@ -333,7 +333,7 @@ impl<'a> KeywordMatcher<'a> {
             let having = found.iter().filter(|bits| *bits & (1 << n) != 0).count();
             // A word that occurs everywhere carries no information.
             let rarity = (1.0 + blocks.len() as f64 / (1.0 + having as f64)).ln();
-            if n < self.asked { 3.0 * rarity } else { rarity }
+            if n < self.query_count { 3.0 * rarity } else { rarity }
         };
         let weights: Vec<f64> = (0..self.all.len()).map(weight).collect();
         let score = |(block, bits): (&LineBlock, &u64)| {
