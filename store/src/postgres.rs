@@ -265,7 +265,7 @@ impl Store for PostgresStore {
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
         let session = self.pool.acquire().await?;
-        events::newest_event(&session, &scope).await.map_err(SessionError::into_store_error)
+        events::last_event_number(&session, &scope).await.map_err(SessionError::into_store_error)
     }
 
     async fn run_tool_definitions(

@@ -240,7 +240,7 @@ impl Store for SqliteStore {
     }
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
-        self.read(move |connection| events::newest_event(connection, &scope)).await
+        self.read(move |connection| events::last_event_number(connection, &scope)).await
     }
 
     async fn run_tool_definitions(

@@ -39,9 +39,9 @@ const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profi
      FROM resource.project_agents ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
 
 /// Loads the whole directory from one snapshot.
-pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionError> {
-    lent.begin_snapshot().await?;
-    let session = &*lent;
+pub(super) async fn load(mut pooled: PooledSession) -> Result<Directory, SessionError> {
+    pooled.begin_snapshot().await?;
+    let session = &*pooled;
     let directory = Directory {
         version: read_version(session).await?,
         tools: session.query_map(TOOLS, &[], read_tool).await?,
@@ -59,7 +59,7 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
             .await?,
         upstreams: session.query_map(UPSTREAMS, &[], read_upstream).await?,
     };
-    lent.end_snapshot().await?;
+    pooled.end_snapshot().await?;
     Ok(directory)
 }
 

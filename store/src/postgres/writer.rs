@@ -53,15 +53,15 @@ pub(super) struct PostgresWriter {
 
 impl PostgresWriter {
     pub(super) fn start(writer: WriterConnection, address: Connector) -> Self {
-        let (queue, waiting) = mpsc::channel(MAX_QUEUED_CHANGES);
+        let (queue, receiver) = mpsc::channel(MAX_QUEUED_CHANGES);
         let outage = WriterOutage::default();
-        let clerk = WriterTask {
+        let task = WriterTask {
             connection: writer,
             connector: address,
             outage: outage.clone(),
-            queue: waiting,
+            queue: receiver,
         };
-        tokio::spawn(clerk.run());
+        tokio::spawn(task.run());
         Self { queue, outage }
     }
 
