@@ -91,17 +91,17 @@ mod unix {
 
     /// Reports to the reaper that a group exists, or that it is gone.
     pub(crate) fn update_group(group: i32, exists: bool) {
-        let mut watched = REAPER.lock();
-        if !watched.enabled {
+        let mut processes = REAPER.lock();
+        if !processes.enabled {
             return;
         }
         let changed = match exists {
-            true => watched.groups.insert(group),
-            false => watched.groups.remove(&group),
+            true => processes.groups.insert(group),
+            false => processes.groups.remove(&group),
         };
         let sign = if exists { '+' } else { '-' };
-        if changed && watched.write_line(&format!("{sign}{group}\n")).is_err() {
-            watched.start_reaper();
+        if changed && processes.write_line(&format!("{sign}{group}\n")).is_err() {
+            processes.start_reaper();
         }
     }
 
@@ -135,9 +135,9 @@ mod unix {
     fn restart_when_ended(mut watcher: Child, number: u64) {
         let _ = watcher.wait();
         std::thread::sleep(RESTART_DELAY);
-        let mut watched = REAPER.lock();
-        if watched.generation == number {
-            watched.start_reaper();
+        let mut processes = REAPER.lock();
+        if processes.generation == number {
+            processes.start_reaper();
         }
     }
 

@@ -352,7 +352,7 @@ impl McpSource {
 struct AttemptCounters {
     ok: Counter,
     failed: Counter,
-    asked: Counter,
+    needs_input: Counter,
     task: Counter,
 }
 
@@ -360,7 +360,7 @@ impl AttemptCounters {
     fn count(&self, started: &StartResult) {
         match started {
             StartResult::Finished(Ok(_)) => self.ok.increment(1),
-            StartResult::NeedsInput(_) => self.asked.increment(1),
+            StartResult::NeedsInput(_) => self.needs_input.increment(1),
             StartResult::Detached { .. } => self.task.increment(1),
             _ => self.failed.increment(1),
         }
@@ -372,7 +372,7 @@ static CALLS: LazyLock<AttemptCounters> = LazyLock::new(|| {
     AttemptCounters {
         ok: register_counter("ok"),
         failed: register_counter("failed"),
-        asked: register_counter("asked"),
+        needs_input: register_counter("asked"),
         task: register_counter("task"),
     }
 });

@@ -98,11 +98,11 @@ impl Source for UtpSource {
             || format!("NATS does not answer; {waiting} commands wait, everything else works");
         let describe_outbox =
             || "wakeups and events are not published; see the server's log".to_owned();
-        let trouble = match (nats.is_connected(), nats.is_outbox_down()) {
+        let problem = match (nats.is_connected(), nats.is_outbox_down()) {
             (false, _) => Some(describe_outage()),
             (true, true) => Some(describe_outbox()),
             (true, false) => None,
         };
-        Some(SourceHealth { name: "nats", problem: trouble })
+        Some(SourceHealth { name: "nats", problem })
     }
 }

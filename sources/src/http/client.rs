@@ -82,8 +82,8 @@ impl HttpApiClient {
         request: &OperationRequest,
         limit: Duration,
     ) -> Result<HttpApiResponse, HttpApiError> {
-        let asking = self.send_following_redirects(request);
-        match tokio::time::timeout(limit, asking).await {
+        let sending = self.send_following_redirects(request);
+        match tokio::time::timeout(limit, sending).await {
             Ok(response) => response,
             Err(_) => Err(HttpApiError::TimedOut(limit)),
         }

@@ -28,8 +28,8 @@ pub(super) fn interpret_response(
     about: &HttpCallContext<'_>,
 ) -> Result<Json, Fault> {
     let host = origin(&request.url);
-    let response = response.map_err(|trouble| {
-        let mut fault = fault_from_error(&host, trouble);
+    let response = response.map_err(|error| {
+        let mut fault = fault_from_error(&host, error);
         fault.message = request.secrets.redact(&fault.message);
         fault
     })?;
@@ -43,8 +43,8 @@ pub(super) fn interpret_response(
     }
 }
 
-fn fault_from_error(host: &str, trouble: HttpApiError) -> Fault {
-    match trouble {
+fn fault_from_error(host: &str, error: HttpApiError) -> Fault {
+    match error {
         HttpApiError::InvalidRequest(reason) => {
             toolcrib_protocol::http_operation::bad_request_fault(reason)
         }

@@ -296,7 +296,7 @@ impl UpstreamAttempt {
             let _ = question.answer.send(answer);
             return Ok(out);
         }
-        let asked = Map::from_iter([(key.clone(), question.request.clone())]);
+        let questions = Map::from_iter([(key.clone(), question.request.clone())]);
         let note =
             McpResumeState { questions_asked: out.questions_asked, ..McpResumeState::default() }
                 .text();
@@ -304,13 +304,13 @@ impl UpstreamAttempt {
         let suspended =
             SuspendedRequest { request: out, key, elicitation: question, attempt, released: false };
         self.upstream.suspend(&self.attempt, suspended);
-        Err(StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note }))
+        Err(StartResult::NeedsInput(ElicitationRequest { questions, source_state: note }))
     }
 
     /// Resumes a request that was waiting for an answer.
     async fn resume(self, suspended: SuspendedRequest) -> StartResult {
         let SuspendedRequest { request: out, key, elicitation: question, .. } = suspended;
-        let answers = self.attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
+        let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answer = answers.and_then(|answers| answers.get(&key).cloned());
         let answer = answer.map(|answer| fill_form_defaults(answer, &question.request));
         // The upstream may have given up in the meantime; its response is then already there.
@@ -329,14 +329,14 @@ impl UpstreamAttempt {
             }
             Ok(ServerResult::InputRequiredResult(result)) => {
                 let requests = result.input_requests.unwrap_or_default();
-                let asked = requests
+                let questions = requests
                     .into_iter()
                     .filter_map(|(key, request)| Some((key, serde_json::to_value(request).ok()?)));
                 let note =
                     McpResumeState { state: result.request_state, ..McpResumeState::default() }
                         .text();
                 StartResult::NeedsInput(ElicitationRequest {
-                    questions: asked.collect(),
+                    questions: questions.collect(),
                     source_state: note,
                 })
             }
@@ -349,11 +349,11 @@ impl UpstreamAttempt {
                 StartResult::Finished(Err(outcome::malformed_answer_fault(&self.attempt, message)))
             }
             Err(ServiceError::McpError(error))
-                if let Some(asked) = outcome::url_elicitations(&error) =>
+                if let Some(questions) = outcome::url_elicitations(&error) =>
             {
                 let note =
                     McpResumeState { needs_url_opened: true, ..McpResumeState::default() }.text();
-                StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note })
+                StartResult::NeedsInput(ElicitationRequest { questions, source_state: note })
             }
             Err(error) => {
                 let problem = live.diagnostics.problem();
@@ -366,11 +366,12 @@ impl UpstreamAttempt {
 }
 
 /// Fills the fields that an accepted form leaves out with the form's defaults.
-fn fill_form_defaults(mut answer: Value, asked: &Value) -> Value {
+fn fill_form_defaults(mut answer: Value, elicitation: &Value) -> Value {
     if answer["action"] != "accept" {
         return answer;
     }
-    let fields = asked.pointer("/params/requestedSchema/properties").and_then(Value::as_object);
+    let fields =
+        elicitation.pointer("/params/requestedSchema/properties").and_then(Value::as_object);
     for (name, schema) in fields.into_iter().flatten() {
         let Some(usual) = schema.get("default") else { continue };
         if let Value::Object(answer) = &mut answer {

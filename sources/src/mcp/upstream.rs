@@ -83,7 +83,7 @@ impl UpstreamServer {
         settings: McpServerSettings,
         changes: broadcast::Sender<UpstreamChange>,
         outbound: Arc<OutboundPolicy>,
-        pass: Option<Arc<Authorizer>>,
+        authorizer: Option<Arc<Authorizer>>,
     ) -> Arc<Self> {
         let phase = if settings.enabled { UpstreamPhase::Starting } else { UpstreamPhase::Off };
         Arc::new(Self {
@@ -92,7 +92,7 @@ impl UpstreamServer {
             stderr: StderrTail::default(),
             changes,
             outbound,
-            authorizer: pass,
+            authorizer,
             stop: CancellationToken::new(),
             retry_now: Notify::new(),
             refreshes_requested: AtomicU64::new(0),
@@ -259,14 +259,14 @@ impl UpstreamServer {
     /// second report means that its call has ended, so no answer will come and the request is
     /// abandoned.
     pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
-        let over = {
+        let has_call_ended = {
             let mut suspended = self.suspended.lock();
             match suspended.get_mut(call_id).filter(|request| request.attempt == attempt) {
                 Some(request) => std::mem::replace(&mut request.released, true),
                 None => false,
             }
         };
-        if over {
+        if has_call_ended {
             self.abandon(call_id);
         }
     }
@@ -286,9 +286,9 @@ impl UpstreamServer {
         tokio::spawn(async move {
             tokio::time::sleep(remaining).await;
             let Some(upstream) = upstream.upgrade() else { return };
-            let same = |request: &SuspendedRequest| request.attempt == number;
-            let still = upstream.suspended.lock().get(&call_id).is_some_and(same);
-            if still {
+            let is_same_attempt = |request: &SuspendedRequest| request.attempt == number;
+            let is_suspended = upstream.suspended.lock().get(&call_id).is_some_and(is_same_attempt);
+            if is_suspended {
                 upstream.abandon(&call_id);
             }
         });
@@ -298,7 +298,7 @@ impl UpstreamServer {
         let mut state = self.state.lock();
         let stored: &mut VecDeque<ToolChange> = &mut state.changes;
         stored.extend(changes);
-        let over = stored.len().saturating_sub(MAX_STORED_CHANGES);
-        stored.drain(..over);
+        let excess = stored.len().saturating_sub(MAX_STORED_CHANGES);
+        stored.drain(..excess);
     }
 }

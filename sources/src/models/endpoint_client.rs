@@ -160,18 +160,14 @@ impl EndpointClient {
             .map_err(|_| permanent_error("the model's base_url is not a URL", None))?;
         // The query stays: some endpoints expect their version there.
         url.set_path(&format!("{}{path}", url.path().trim_end_matches('/')));
-        let patience = self.endpoint.limits;
-        let until = Instant::now() + patience.total;
+        let limits = self.endpoint.limits;
+        let until = Instant::now() + limits.total;
         let request = self.client()?.post(url).headers(headers).body(body);
-        let first = timeout(patience.idle.min(patience.total), request.send()).await;
+        let first = timeout(limits.idle.min(limits.total), request.send()).await;
         let response =
             first.map_err(|_| self.idle_error())?.map_err(|error| self.connection_error(&error))?;
-        let answer = ModelResponse {
-            client: self,
-            response,
-            deadline: until,
-            bytes_left: patience.max_bytes,
-        };
+        let answer =
+            ModelResponse { client: self, response, deadline: until, bytes_left: limits.max_bytes };
         match answer.response.status() {
             status if status.is_success() => Ok(answer),
             status => Err(answer.error_from_status(status, key.as_deref()).await),
@@ -257,10 +253,10 @@ impl ModelResponse<'_> {
     }
 
     async fn next_chunk(&mut self) -> Result<Option<Bytes>, ModelError> {
-        let (client, patience) = (self.client, self.client.endpoint.limits);
-        let idle = timeout(patience.idle, self.response.chunk());
+        let (client, limits) = (self.client, self.client.endpoint.limits);
+        let idle = timeout(limits.idle, self.response.chunk());
         let late = |_| {
-            let ms = patience.total.as_millis();
+            let ms = limits.total.as_millis();
             transient_error(format!("the model at {} was not done after {ms} ms", client.host))
         };
         let chunk = timeout_at(self.deadline, idle)
@@ -270,7 +266,7 @@ impl ModelResponse<'_> {
         let chunk = chunk.map_err(|error| client.connection_error(&error))?;
         let size = chunk.as_ref().map_or(0, Bytes::len);
         self.bytes_left = self.bytes_left.checked_sub(size).ok_or_else(|| {
-            let (host, max_bytes) = (&client.host, patience.max_bytes);
+            let (host, max_bytes) = (&client.host, limits.max_bytes);
             let message = format!("the model at {host} answered more than {max_bytes} bytes");
             model_error(Code::PayloadTooLarge, message, false)
         })?;
@@ -298,7 +294,7 @@ impl ModelResponse<'_> {
                 Ok(Some(chunk)) => chunk,
                 Ok(None) => return assembly.finish(),
                 // If the reply was complete before the connection broke, nothing is missing.
-                Err(silence) => return assembly.finish().map_err(|_| silence),
+                Err(error) => return assembly.finish().map_err(|_| error),
             };
             for event in parser.push(&chunk).map_err(|_| self.client.malformed_error())? {
                 if !event.data.is_empty() && assembly.push_event(&event.data, listener)? {
@@ -350,14 +346,14 @@ impl ModelResponse<'_> {
         if spent || !passes {
             return permanent_error(message, Some(detail));
         }
-        let mut silence = transient_error(message);
+        let mut model_error = transient_error(message);
         let mut detail = detail;
         if let Some(ms) = finer.or(wait) {
             detail["retry_after_ms"] = ms.into();
-            silence.retry_after = Some(Duration::from_millis(ms));
+            model_error.retry_after = Some(Duration::from_millis(ms));
         }
-        silence.fault.detail = Some(detail);
-        silence
+        model_error.fault.detail = Some(detail);
+        model_error
     }
 }
 
@@ -382,7 +378,7 @@ fn transient_error(message: impl Into<String>) -> ModelError {
 }
 
 fn permanent_error(message: impl Into<String>, detail: Option<Value>) -> ModelError {
-    let mut silence = model_error(Code::UpstreamUnavailable, message, false);
-    silence.fault.detail = detail;
-    silence
+    let mut error = model_error(Code::UpstreamUnavailable, message, false);
+    error.fault.detail = detail;
+    error
 }

@@ -60,7 +60,7 @@ pub struct LlmSettings {
 
 impl Default for LlmSettings {
     fn default() -> Self {
-        let patience = ModelResponseLimits::default();
+        let limits = ModelResponseLimits::default();
         Self {
             kind: ModelKind::default(),
             base_url: None,
@@ -68,9 +68,9 @@ impl Default for LlmSettings {
             api_key_env: None,
             api_key_file: None,
             max_tokens: None,
-            timeout_ms: patience.total.as_millis() as u64,
-            idle_timeout_ms: patience.idle.as_millis() as u64,
-            max_answer_bytes: patience.max_bytes,
+            timeout_ms: limits.total.as_millis() as u64,
+            idle_timeout_ms: limits.idle.as_millis() as u64,
+            max_answer_bytes: limits.max_bytes,
             max_retries: ModelRequestPolicy::default().retries,
             retry_backoff_ms: ModelRequestPolicy::default().backoff.initial_ms,
             other_models: true,

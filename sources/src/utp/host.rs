@@ -196,11 +196,11 @@ impl ToolHost {
         if !toolcrib::domain::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
         }
-        let asker =
+        let rpc_client =
             HostRpcClient { connection: self.connection.clone(), sender: self.name.clone() };
         let serving = Arc::new(CommandHandler {
-            prefetched: PrefetchedCards::new(asker.clone(), target),
-            server: ServerClient::new(asker),
+            prefetched: PrefetchedCards::new(rpc_client.clone(), target),
+            server: ServerClient::new(rpc_client),
             tools: self.tools,
             fallback: self.fallback,
             running: Mutex::default(),
@@ -298,8 +298,8 @@ async fn consume_commands(
         let free = serving.await_collecting_cards(&mut cards, acquire_free_permits(permits));
         let Some(free) = stopping.run_until_cancelled(free).await else { break };
         let mut free = free?;
-        let asking = consumer.batch().max_messages(free.num_permits()).expires(PULL_EXPIRY);
-        let mut commands = asking.messages().await?;
+        let pull = consumer.batch().max_messages(free.num_permits()).expires(PULL_EXPIRY);
+        let mut commands = pull.messages().await?;
         // This process starts every command that it has received, even while stopping.
         loop {
             let message = tokio::select! {
@@ -410,7 +410,7 @@ impl CommandHandler {
     async fn execute(&self, command: &ReceivedCommand, deliveries: i64) -> ReportOutcome {
         let prepared = match command.validate() {
             Ok(()) => self.load_arguments(command, deliveries).await,
-            Err(trouble) => Err(trouble),
+            Err(error) => Err(error),
         };
         let (answer, meta) = match prepared {
             Ok(CardArguments {

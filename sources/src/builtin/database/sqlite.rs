@@ -128,8 +128,8 @@ fn open(
     let mut connection = Connection::open_with_flags(path, flags)?;
     let _ = stop.interrupt.set(connection.get_interrupt_handle());
     let stop = Arc::clone(stop);
-    let over = move || stop.requested.load(Ordering::Relaxed) || Instant::now() >= deadline;
-    connection.progress_handler(STEPS, Some(over))?;
+    let should_stop = move || stop.requested.load(Ordering::Relaxed) || Instant::now() >= deadline;
+    connection.progress_handler(STEPS, Some(should_stop))?;
     connection.busy_timeout(Duration::from_millis(1_000))?;
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_DEFENSIVE, true)?;
     // A view or column default in the file may not call what a query may not call.

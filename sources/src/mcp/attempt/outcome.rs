@@ -104,18 +104,19 @@ const URL_ELICITATION_REQUIRED: i32 = -32042;
 /// Returns those URLs as elicitations. The tool has not started, and is called again once they were
 /// opened.
 pub(super) fn url_elicitations(error: &ErrorData) -> Option<Map<String, Value>> {
-    let asked = error.data.as_ref().filter(|_| error.code.0 == URL_ELICITATION_REQUIRED)?;
-    let asked = asked.get("elicitations")?.as_array()?.iter().filter_map(|asked| {
-        let key = asked.get("elicitationId")?.as_str()?.to_owned();
-        let mut params = asked.as_object()?.clone();
+    let data = error.data.as_ref().filter(|_| error.code.0 == URL_ELICITATION_REQUIRED)?;
+    let elicitations = data.get("elicitations")?.as_array()?.iter();
+    let questions = elicitations.filter_map(|elicitation| {
+        let key = elicitation.get("elicitationId")?.as_str()?.to_owned();
+        let mut params = elicitation.as_object()?.clone();
         params.insert("mode".to_owned(), "url".into());
         let question = json!({ "method": "elicitation/create", "params": params });
         // Skips entries that are not valid elicitations.
         serde_json::from_value::<InputRequest>(question.clone()).ok()?;
         Some((key, question))
     });
-    let asked: Map<String, Value> = asked.collect();
-    (!asked.is_empty()).then_some(asked)
+    let questions: Map<String, Value> = questions.collect();
+    (!questions.is_empty()).then_some(questions)
 }
 
 /// Returns the fault for a call whose required URLs were not opened, if that is the case.

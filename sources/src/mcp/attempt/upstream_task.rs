@@ -86,11 +86,11 @@ impl UpstreamAttempt {
                     }
                 }
             };
-            let asked = tokio::select! {
-                asked = connected.peer.get_task(GetTaskParams::new(task.clone())) => asked,
+            let response = tokio::select! {
+                response = connected.peer.get_task(GetTaskParams::new(task.clone())) => response,
                 () = token.cancelled() => return self.cancel_task(&connected, task).await,
             };
-            let wait = match asked {
+            let wait = match response {
                 Ok(found) => match self.evaluate_task(&task, found.task) {
                     Ok(wait) => wait,
                     Err(end) => return end,
@@ -125,14 +125,14 @@ impl UpstreamAttempt {
                 Ok(Duration::from_millis(wait))
             }
             TaskPayload::InputRequired { input_requests } => {
-                let asked = input_requests
+                let questions = input_requests
                     .into_iter()
                     .filter_map(|(key, request)| Some((key, serde_json::to_value(request).ok()?)));
                 let note =
                     McpResumeState { task: Some(task.to_owned()), ..McpResumeState::default() }
                         .text();
                 Err(StartResult::NeedsInput(ElicitationRequest {
-                    questions: asked.collect(),
+                    questions: questions.collect(),
                     source_state: note,
                 }))
             }

@@ -135,9 +135,9 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
     ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
         let limit = MAX_MESSAGE_BYTES;
-        let asking = self
+        let response = self
             .post_message_with_max_sse_event_size(uri, message, session_id, token, headers, limit);
-        asking.await
+        response.await
     }
 
     async fn post_message_with_max_sse_event_size(
@@ -192,7 +192,7 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
         let limit = MAX_MESSAGE_BYTES;
-        let asking = self.get_stream_with_max_sse_event_size(
+        let response = self.get_stream_with_max_sse_event_size(
             uri,
             session_id,
             last_event_id,
@@ -200,7 +200,7 @@ impl StreamableHttpClient for AuthorizedClient {
             headers,
             limit,
         );
-        asking.await
+        response.await
     }
 
     async fn get_stream_with_max_sse_event_size(
@@ -212,7 +212,7 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
         limit: usize,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
-        let asking = self.retry_with_token(token, async |token: Option<String>| {
+        let response = self.retry_with_token(token, async |token: Option<String>| {
             let (uri, session, last) = (uri.clone(), session_id.clone(), last_event_id.clone());
             let secrets = request_secrets(token.as_deref(), &headers);
             let headers = headers.clone();
@@ -221,7 +221,7 @@ impl StreamableHttpClient for AuthorizedClient {
                 .await
                 .map_err(|error| redact_error(error, &secrets))
         });
-        let stream = asking.await;
+        let stream = response.await;
         self.stream_settled.cancel();
         stream
     }

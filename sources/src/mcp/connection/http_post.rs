@@ -123,14 +123,14 @@ impl McpPostRequest<'_> {
 
     /// Returns the id of the request.
     fn request_id(&self) -> Option<rmcp::model::RequestId> {
-        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
-        Some(asked.id.clone())
+        let ClientJsonRpcMessage::Request(request) = self.message else { return None };
+        Some(request.id.clone())
     }
 
     /// Returns the capture if the message requests a tool list.
     fn tool_list_capture(&self) -> Option<&ToolListCapture> {
-        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
-        matches!(asked.request, ClientRequest::ListToolsRequest(_)).then_some(self.capture)
+        let ClientJsonRpcMessage::Request(request) = self.message else { return None };
+        matches!(request.request, ClientRequest::ListToolsRequest(_)).then_some(self.capture)
     }
 
     /// Returns a tool list that is the first event of its stream as a plain JSON response. When the
@@ -250,9 +250,9 @@ impl McpPostRequest<'_> {
 
     /// Returns the request's id if it is the discovery request, sent before the revision is known.
     fn discovery_request_id(&self) -> Option<rmcp::model::RequestId> {
-        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
-        let first = matches!(asked.request, ClientRequest::DiscoverRequest(_));
-        (first && self.session.is_none()).then(|| asked.id.clone())
+        let ClientJsonRpcMessage::Request(request) = self.message else { return None };
+        let first = matches!(request.request, ClientRequest::DiscoverRequest(_));
+        (first && self.session.is_none()).then(|| request.id.clone())
     }
 }
 

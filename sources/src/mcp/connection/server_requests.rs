@@ -227,7 +227,7 @@ impl McpClientHandler {
 
     async fn deliver_elicitation(
         &self,
-        asked: Value,
+        elicitation: Value,
         origin: Option<InboundStreamOrigin>,
     ) -> Option<Value> {
         let is_attributed = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
@@ -236,8 +236,8 @@ impl McpClientHandler {
         let finding = async {
             loop {
                 let turned = self.calls_changed.notified();
-                if let Some(asker) = self.find_owner(origin.as_ref()) {
-                    return asker;
+                if let Some(owner) = self.find_owner(origin.as_ref()) {
+                    return owner;
                 }
                 let has_abandoned = !is_attributed && self.abandoned.lock().count() > 0;
                 // The elicitation may have arrived before its call was registered here.
@@ -255,12 +255,15 @@ impl McpClientHandler {
                 }
             }
         };
-        let asker = finding.await;
+        let owner = finding.await;
         drop(unclear);
-        let ElicitationOwner::Known(id, heard) = asker else { return None };
+        let ElicitationOwner::Known(id, heard) = owner else { return None };
         let (answer, answered) = oneshot::channel();
         heard
-            .send(UpstreamCallEvent::Elicitation(UpstreamElicitation { request: asked, answer }))
+            .send(UpstreamCallEvent::Elicitation(UpstreamElicitation {
+                request: elicitation,
+                answer,
+            }))
             .ok()?;
         let answer = answered.await.ok();
         if let Some(call) = self.calls.lock().get_mut(&id) {
@@ -332,8 +335,8 @@ impl UpstreamCallGuard {
 impl Drop for UpstreamCallGuard {
     fn drop(&mut self) {
         let removed = self.handler.calls.lock().remove(&self.id);
-        let over = self.ended || removed.is_some_and(|call| call.answered);
-        if !over {
+        let is_answered = self.ended || removed.is_some_and(|call| call.answered);
+        if !is_answered {
             let mut abandoned = self.handler.abandoned.lock();
             match abandoned.ids.len() < MAX_REMEMBERED_ABANDONED {
                 true => drop(abandoned.ids.insert(self.id.clone())),
@@ -382,10 +385,10 @@ impl ClientHandler for McpClientHandler {
     ) -> Result<ElicitResult, ErrorData> {
         let origin = context.extensions.get::<InboundStreamOrigin>().cloned();
         let question = InputRequest::Elicitation(ElicitRequest::new(request));
-        let asked = serde_json::to_value(question)
+        let elicitation = serde_json::to_value(question)
             .map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
         let answer = tokio::select! {
-            answer = self.deliver_elicitation(asked, origin) => answer,
+            answer = self.deliver_elicitation(elicitation, origin) => answer,
             () = context.ct.cancelled() => None,
         };
         let answer = answer.and_then(|answer| serde_json::from_value(answer).ok());

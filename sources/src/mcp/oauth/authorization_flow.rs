@@ -91,9 +91,10 @@ impl Authorizer {
         // With client credentials a new token can be obtained at any time. Only the issuer must be
         // stored, because it has received the secret.
         let credentials = inner.credential.credentials.clone().filter(|_| !machine);
-        let UpstreamCredential { url, client, requested_scopes: asked, .. } = &inner.credential;
-        let (url, client, asked) = (url.clone(), client.clone(), asked.clone());
-        let stored = UpstreamCredential { url, client, credentials, requested_scopes: asked };
+        let UpstreamCredential { url, client, requested_scopes, .. } = &inner.credential;
+        let (url, client, requested_scopes) =
+            (url.clone(), client.clone(), requested_scopes.clone());
+        let stored = UpstreamCredential { url, client, credentials, requested_scopes };
         let text = serde_json::to_string(&stored).ok();
         if let Err(reason) =
             self.registry.set_credential(&self.settings.project, &self.settings.name, text).await
@@ -253,15 +254,15 @@ impl Authorizer {
             self.pending_sign_ins.clear();
             inner.credential.requested_scopes.clear();
         }
-        let mut asking = AuthorizationRequest::new(&client.redirect_uri)
+        let mut request = AuthorizationRequest::new(&client.redirect_uri)
             .with_preregistered_client(&client.client_id)
             .with_scopes(scopes)
             .with_initial_scope_selection();
-        asking.client_secret.clone_from(&client.client_secret);
-        let session = AuthorizationSession::new(found.manager, asking).await;
+        request.client_secret.clone_from(&client.client_secret);
+        let session = AuthorizationSession::new(found.manager, request).await;
         let session = session.map_err(|(_, error)| auth_failure(error))?;
-        let asked = token_store::query_param(&session.auth_url, "scope").unwrap_or_default();
-        for scope in token_store::split_scopes(&asked) {
+        let requested = token_store::query_param(&session.auth_url, "scope").unwrap_or_default();
+        for scope in token_store::split_scopes(&requested) {
             if !inner.credential.requested_scopes.contains(&scope) {
                 inner.credential.requested_scopes.push(scope);
             }

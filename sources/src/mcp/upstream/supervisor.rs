@@ -160,15 +160,17 @@ impl UpstreamServer {
             Err(reason) => return (false, reason),
         };
         self.set_resolved(resolved.clone());
-        if let Some(pass) = self.authorizer.as_ref().filter(|pass| !pass.needs_sign_in()) {
-            pass.clear_failure();
+        if let Some(authorizer) =
+            self.authorizer.as_ref().filter(|authorizer| !authorizer.needs_sign_in())
+        {
+            authorizer.clear_failure();
         }
-        let ears = McpClientHandler::new(self.changes.clone());
-        let dialing = UpstreamConnectOptions {
+        let handler = McpClientHandler::new(self.changes.clone());
+        let options = UpstreamConnectOptions {
             settings: &self.settings,
             resolved,
             stderr: &self.stderr,
-            handler: ears,
+            handler,
             outbound: &self.outbound,
             authorizer: self.authorizer.clone(),
             legacy_handshake: older || self.settings.older,
@@ -176,11 +178,11 @@ impl UpstreamServer {
         };
         // Only connecting may be dropped at any point: an established connection is shut down in
         // order.
-        let dialled = tokio::select! {
-            dialled = UpstreamConnection::connect(dialing) => dialled,
+        let connected = tokio::select! {
+            connected = UpstreamConnection::connect(options) => connected,
             () = self.stop.cancelled() => return (false, "it was removed".to_owned()),
         };
-        let mut connection = match dialled {
+        let mut connection = match connected {
             Ok(connection) => connection,
             Err(reason) => return (false, self.authorization_problem().unwrap_or(reason)),
         };
@@ -210,11 +212,11 @@ impl UpstreamServer {
         let modern = connection.is_stateless();
         let (process, capture) = (connection.process, connection.capture());
         let live = Arc::new(connection.live());
-        let mut over = std::pin::pin!(connection.wait_closed());
+        let mut closed = std::pin::pin!(connection.wait_closed());
         let mut requested = self.refreshes_requested.load(Ordering::Acquire);
         let first = tokio::select! {
             first = self.refresh_tools(registry, &peer, &capture) => first,
-            reason = &mut over => return reason,
+            reason = &mut closed => return reason,
         };
         if let Err(reason) = first {
             return reason;
@@ -225,7 +227,7 @@ impl UpstreamServer {
         let mut listening = std::pin::pin!(follow_changes(&peer, &handler, modern));
         loop {
             tokio::select! {
-                reason = &mut over => return reason,
+                reason = &mut closed => return reason,
                 () = handler.tools_changed.notified() => {}
                 never = &mut listening => match never {},
                 // An operator who requests a refresh may have made room for rejected tools.
@@ -237,12 +239,12 @@ impl UpstreamServer {
                 () = handler.wait_until_unattributable() => return AMBIGUOUS_ELICITATION.to_owned(),
             }
             // The end of the connection is noticed even while a refresh takes long.
-            let looked = tokio::select! {
-                looked = self.refresh_and_record(registry, &peer, &capture) => looked,
-                reason = &mut over => return reason,
+            let refreshed = tokio::select! {
+                refreshed = self.refresh_and_record(registry, &peer, &capture) => refreshed,
+                reason = &mut closed => return reason,
                 () = self.reconnect_requested.notified() => return SIGNED_OUT.to_owned(),
             };
-            if let Err(reason) = looked {
+            if let Err(reason) = refreshed {
                 return reason;
             }
             self.complete_refreshes(requested);
@@ -252,7 +254,7 @@ impl UpstreamServer {
 
     /// Marks the refreshes that were requested so far as completed.
     fn complete_refreshes(&self, requested: u64) {
-        self.refreshes_completed.send_modify(|looked| *looked = requested.max(*looked));
+        self.refreshes_completed.send_modify(|completed| *completed = requested.max(*completed));
     }
 
     /// Refreshes the tool list and records the result. Returns an error if the upstream cannot be
@@ -269,8 +271,9 @@ impl UpstreamServer {
             return Ok(());
         };
         self.state.lock().problem = Some(reason.clone());
-        let shut = self.authorizer.as_ref().is_some_and(|authorizer| authorizer.needs_sign_in());
-        match shut || peer.is_transport_closed() || !self.is_responsive(peer).await {
+        let is_signed_out =
+            self.authorizer.as_ref().is_some_and(|authorizer| authorizer.needs_sign_in());
+        match is_signed_out || peer.is_transport_closed() || !self.is_responsive(peer).await {
             true => Err(reason),
             false => Ok(()),
         }
@@ -300,8 +303,9 @@ impl UpstreamServer {
     /// Returns the problem of an upstream that offers more tools than its limit.
     fn tool_limit_problem(&self) -> Option<String> {
         let offered = self.offered.lock();
-        let over = offered.skipped.iter().find(|(_, reason)| reason.contains("max_tools"));
-        over.map(|(_, reason)| reason.clone())
+        let limit_exceeded =
+            offered.skipped.iter().find(|(_, reason)| reason.contains("max_tools"));
+        limit_exceeded.map(|(_, reason)| reason.clone())
     }
 
     /// Returns `true` if the upstream responds. Silence counts as unresponsive.

@@ -120,8 +120,8 @@ pub(super) struct ReportRequest {
 }
 
 impl ReportRequest {
-    pub(super) fn headers(&self, asker: &HostRpcClient) -> HeaderMap {
-        let mut headers = asker.headers(&self.traceparent);
+    pub(super) fn headers(&self, rpc_client: &HostRpcClient) -> HeaderMap {
+        let mut headers = rpc_client.headers(&self.traceparent);
         if let Some(depth) = &self.depth {
             wire::set_header(&mut headers, wire::names::DEPTH, depth);
         }

@@ -55,11 +55,11 @@ struct PrefetchMessage {
 }
 
 impl PrefetchedCards {
-    pub(super) fn new(asker: HostRpcClient, target: &str) -> Arc<Self> {
-        let inbox = asker.connection.client().new_inbox();
+    pub(super) fn new(rpc_client: HostRpcClient, target: &str) -> Arc<Self> {
+        let inbox = rpc_client.connection.client().new_inbox();
         let target = target.to_owned();
         Arc::new(Self {
-            rpc: asker,
+            rpc: rpc_client,
             target,
             inbox,
             cache: Mutex::default(),

@@ -88,9 +88,9 @@ impl ServerClient {
         subject: &str,
         headers: HeaderMap,
         body: Vec<u8>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Option<Bytes> {
-        let (until, bytes) = (Instant::now() + patience, Bytes::from(body));
+        let (until, bytes) = (Instant::now() + timeout, Bytes::from(body));
         let mut wait = Duration::from_millis(50);
         while Instant::now() < until {
             let request = Request::new().payload(bytes.clone()).headers(headers.clone());
@@ -203,8 +203,8 @@ impl ServerClient {
     /// Returns the id under which the server itself stores the call's result: a plain success under
     /// this id need not be stored again as a card.
     fn server_result_card_id(command: &ReceivedCommand) -> Option<String> {
-        let asked = command.card_id.as_deref()?;
-        let (id, _) = toolcrib::domain::utp::card::parse_derived_id(asked)?;
+        let command_card_id = command.card_id.as_deref()?;
+        let (id, _) = toolcrib::domain::utp::card::parse_derived_id(command_card_id)?;
         Some(toolcrib::domain::utp::card::derived_id(&id, toolcrib::domain::utp::card::TOOL_RESULT))
     }
 
