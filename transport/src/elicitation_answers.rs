@@ -8,7 +8,7 @@ use toolcrib::schema::{self, CompileBudget, FORM_BYTES, Schema};
 
 /// Refuses answers that do not match the schemas of a call's unanswered questions.
 pub(super) async fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
-    let open = call.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
+    let open = call.elicitation.as_ref().map(|elicitation| &elicitation.unanswered);
     for (key, question) in open.into_iter().flatten() {
         if let Some(answer) = answers.get(key) {
             check_answer(&call.project, key, question, answer).await?;

@@ -222,7 +222,7 @@ where
         HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
     });
     let trace = crate::http::extract::traceparent(request.headers());
-    let asked = request.uri().clone();
+    let uri = request.uri().clone();
     let answered = std::panic::AssertUnwindSafe(answer(request)).catch_unwind().await;
     let mut answer = match answered {
         Ok(answer) => answer,
@@ -232,9 +232,9 @@ where
         tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "server error");
     }
     if !answer.status().is_success() {
-        answer = crate::http::problem::with_request_details(answer, &asked, trace.as_ref());
+        answer = crate::http::problem::with_request_details(answer, &uri, trace.as_ref());
     }
-    crate::http::pagination::add_link_header(&mut answer, &asked);
+    crate::http::pagination::add_link_header(&mut answer, &uri);
     let headers = answer.headers_mut();
     headers.insert(REQUEST_ID, id);
     headers.insert("toolcrib-version", HeaderValue::from_static(env!("CARGO_PKG_VERSION")));

@@ -160,6 +160,6 @@ fn parse_body(request: &Message) -> Result<Value, Error> {
 }
 
 fn unknown_subject(parts: &Subject<'_>) -> Error {
-    let asked = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
-    Error::refused(Code::NotFound, format!("there is nothing at {asked}"))
+    let subject = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
+    Error::refused(Code::NotFound, format!("there is nothing at {subject}"))
 }

@@ -65,7 +65,7 @@ async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
         after = last.number;
         for written in &page {
             let outcome = ingest_report(engine, written).await;
-            let judged = match outcome {
+            let disposition = match outcome {
                 Ok(ingested) if ingested.is_late => ReportDisposition::Late,
                 Ok(_) => ReportDisposition::Applied,
                 // The report stays pending and is read again in the next pass.
@@ -75,7 +75,7 @@ async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
                     ReportDisposition::Rejected
                 }
             };
-            engine.utp().record_report_disposition(written.number, judged).await?;
+            engine.utp().record_report_disposition(written.number, disposition).await?;
         }
     }
 }

@@ -173,7 +173,7 @@ pub(super) struct CallHeaders {
 impl FromRequestParts<HttpState> for CallHeaders {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         Ok(Self {
             idempotency_key: parts.headers.get("idempotency-key").cloned(),
             traceparent: traceparent(&parts.headers).map(|trace| trace.to_string()),
@@ -216,7 +216,7 @@ pub(super) struct CallPath(pub(super) CallId);
 impl FromRequestParts<HttpState> for CallPath {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let text = path.map(|Path(text)| text).unwrap_or_default();
         let excerpt: String = text.chars().take(80).collect();
@@ -231,7 +231,7 @@ pub(super) struct NamePath(pub(super) String);
 impl FromRequestParts<HttpState> for NamePath {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         Ok(Self(path.map_err(unreadable)?.0))
@@ -244,13 +244,13 @@ pub(super) struct QueryParams<T>(pub(super) T);
 impl<T: DeserializeOwned + 'static> FromRequestParts<HttpState> for QueryParams<T> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         let query = percent_decode_str(parts.uri.query().unwrap_or_default());
         if query.decode_utf8().is_err() {
             return Err(Error::refused(Code::BadRequest, "the query is not UTF-8").into());
         }
         let error = match Query::<T>::try_from_uri(&parts.uri) {
-            Ok(Query(asked)) => return Ok(Self(asked)),
+            Ok(Query(params)) => return Ok(Self(params)),
             Err(error) => error,
         };
         let Some((field, reason)) = invalid_field(&error) else {

@@ -142,7 +142,7 @@ impl McpHttpState {
         if let Some(session) = &session {
             self.sessions.check_session(session, &caller).await?;
         }
-        let standing = Some(RequestCredentials::new(&caller, &parts.headers));
+        let credentials = Some(RequestCredentials::new(&caller, &parts.headers));
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) =
             (parse_catalogue_mode(query)?, parse_source_name(parts.uri.path())?);
@@ -156,7 +156,7 @@ impl McpHttpState {
             let message = "one source has no catalogue: ask /mcp for it";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        let view = CallerView { caller, credentials: standing, catalogue, source };
+        let view = CallerView { caller, credentials, catalogue, source };
         if let Some(session) = &session {
             self.transport.legacy_sessions.update_credentials(session, &view);
         }

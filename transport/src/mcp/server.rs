@@ -220,7 +220,7 @@ impl ServerHandler for McpHandler {
 
     async fn list_resources(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
         resources::list_resources(self.shared(), self.view(&context.extensions)).await
@@ -228,7 +228,7 @@ impl ServerHandler for McpHandler {
 
     async fn list_resource_templates(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourceTemplatesResult, ErrorData> {
         resources::list_templates(self.shared(), self.view(&context.extensions)).await
@@ -244,7 +244,7 @@ impl ServerHandler for McpHandler {
 
     async fn list_prompts(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         prompts::list_prompts(self.shared(), self.view(&context.extensions)).await

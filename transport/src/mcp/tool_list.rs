@@ -93,16 +93,16 @@ impl CallerToolList {
         let mut tools: Vec<Tool> =
             page.iter().map(|l| adapt_to_revision(&l.tool, revision)).collect();
         if let Some(prefix) = prefix {
-            let mut beside =
+            let mut helper_tools =
                 if self.len() > 0 { builtin_tools::always_listed() } else { Vec::new() };
             let reads = self.tools.iter().find(|listed| listed.name() == RESULT_READ);
-            beside.extend(reads.map(|listed| adapt_to_revision(&listed.tool, revision)));
+            helper_tools.extend(reads.map(|listed| adapt_to_revision(&listed.tool, revision)));
             for tool in &mut tools {
                 tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
             }
-            tools.retain(|tool| beside.iter().all(|builtin| builtin.name != tool.name));
+            tools.retain(|tool| helper_tools.iter().all(|builtin| builtin.name != tool.name));
             if more.is_none() {
-                tools.extend(beside);
+                tools.extend(helper_tools);
             }
         }
         (tools, more)

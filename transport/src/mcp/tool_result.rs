@@ -151,9 +151,9 @@ fn digest_text_blocks(
     let words = Json::from_value(&Value::String(words.join("\n")));
     let structure = result.structured_content.as_ref().filter(|_| !tool.has_output_schema);
     let structure = structure.map(Json::from_value);
-    let over = |text: &Json| tokens::exceeds(text.text(), budget);
-    let worded = over(&words);
-    if !worded && !structure.as_ref().is_some_and(over) {
+    let exceeds_budget = |text: &Json| tokens::exceeds(text.text(), budget);
+    let worded = exceeds_budget(&words);
+    if !worded && !structure.as_ref().is_some_and(exceeds_budget) {
         return result;
     }
     // Tools that return both usually repeat the same content, so the digest covers the structured
@@ -271,7 +271,7 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult {
     let id = call.id.as_str();
     let questions = call.elicitation.as_ref().filter(|_| call.waits_for_input());
-    let questions = questions.map(|asked| &asked.unanswered);
+    let questions = questions.map(|elicitation| &elicitation.unanswered);
     let state = match (call.status, questions) {
         (Status::Pending, Some(_)) => {
             "waits for an answer to what it has asked, which a person must give,"
@@ -279,9 +279,10 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
         (Status::Pending, None) => "waits to be executed",
         _ => "is being executed",
     };
-    let asked = questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
+    let described =
+        questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
     let text = format!(
-        "{} {state} and will go on. Its ticket is {id}.{asked} To get the result, call the tool \
+        "{} {state} and will go on. Its ticket is {id}.{described} To get the result, call the tool \
          \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} again for the same \
          purpose: that would be a second call.",
         call.tool_name, call.tool_name

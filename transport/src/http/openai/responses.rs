@@ -68,8 +68,9 @@ pub(super) async fn create_response(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::from_request(&state, request, "responses").await?;
-    let fields = &mut asker.fields;
+    let mut conversation_request =
+        ConversationRequest::from_request(&state, request, "responses").await?;
+    let fields = &mut conversation_request.fields;
     let model = fields.required_text("model")?;
     let mut builder = ResponseBuilder::new(&model, &fields.0);
     let input = fields.take("input").ok_or_else(|| invalid_field("input", "is missing"))?;
@@ -87,14 +88,24 @@ pub(super) async fn create_response(
         Some(id) => state
             .engine
             .runs()
-            .load_saved_conversation(&asker.caller, &id)
+            .load_saved_conversation(&conversation_request.caller, &id)
             .await?
             .ok_or_else(|| response_not_found(&id))?,
     };
     let model_input = Input { instructions, messages, tools };
-    let target = ResponseTarget { engine: state.engine.clone(), caller: asker.caller.clone() };
-    let requester =
-        Box::pin(open_conversation(&state, asker, &model, before, model_input, extras)).await?;
+    let target = ResponseTarget {
+        engine: state.engine.clone(),
+        caller: conversation_request.caller.clone(),
+    };
+    let requester = Box::pin(open_conversation(
+        &state,
+        conversation_request,
+        &model,
+        before,
+        model_input,
+        extras,
+    ))
+    .await?;
     if stream {
         return response::stream_response(requester, builder, target).await;
     }

@@ -229,9 +229,10 @@ pub(super) async fn dispatch(
     path: TurnPath,
     JsonBody(body): JsonBody<DispatchBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let asked = body.into_dispatch();
+    let dispatch = body.into_dispatch();
     let sent =
-        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
+        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, dispatch))
+            .await?;
     Ok(Json(turn_body(&sent.turn, &sent.calls)))
 }
 

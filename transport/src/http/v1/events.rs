@@ -116,15 +116,9 @@ fn event_messages(
     query: EventQuery,
     after: u64,
 ) -> impl Stream<Item = Result<Message, Infallible>> + Send + 'static {
-    let standing = RequestCredentials::new(&caller, headers);
-    let following = EventSubscription {
-        engine,
-        caller,
-        credentials: standing,
-        query,
-        after,
-        page: VecDeque::new(),
-    };
+    let credentials = RequestCredentials::new(&caller, headers);
+    let following =
+        EventSubscription { engine, caller, credentials, query, after, page: VecDeque::new() };
     stream::unfold(following, async |mut following| {
         let event = following.next().await?;
         let message = sse_message(&event, event.record.kind.as_str(), event_json(&event));
@@ -140,15 +134,9 @@ pub(super) fn stream_task_events(
     id: CallId,
     after: u64,
 ) -> SseResponse {
-    let (standing, query) = (RequestCredentials::new(&caller, headers), EventQuery::Call(id));
-    let following = EventSubscription {
-        engine,
-        caller,
-        credentials: standing,
-        query,
-        after,
-        page: VecDeque::new(),
-    };
+    let (credentials, query) = (RequestCredentials::new(&caller, headers), EventQuery::Call(id));
+    let following =
+        EventSubscription { engine, caller, credentials, query, after, page: VecDeque::new() };
     into_sse(stream::unfold(following, async |mut following| {
         loop {
             let event = following.next().await?;

@@ -216,12 +216,12 @@ impl<'a> ToolCallWaiter<'a> {
             self.open_stream(&ticket.call, discovery);
         }
         let (engine, caller, settings) = (&shared.engine, &view.caller, &shared.settings);
-        let patience_ms = match self.client.supports_tasks() {
+        let wait_ms = match self.client.supports_tasks() {
             true => settings.task_after_ms,
             false => settings.wait_ms,
         };
-        let patience = Duration::from_millis(patience_ms);
-        let mut until = tokio::time::Instant::now() + patience;
+        let wait = Duration::from_millis(wait_ms);
+        let mut until = tokio::time::Instant::now() + wait;
         let mut progress = ProgressForwarder::new(self.scope, &ticket.call);
         let mut call = ticket.call.clone();
         while !call.status.is_terminal() {
@@ -241,7 +241,7 @@ impl<'a> ToolCallWaiter<'a> {
                     .await
                     .map_err(tool_result::protocol_error)?;
                 // The time that the answer took does not count against the wait.
-                until = tokio::time::Instant::now() + patience;
+                until = tokio::time::Instant::now() + wait;
                 continue;
             }
             let remaining = until.saturating_duration_since(tokio::time::Instant::now());
@@ -332,7 +332,7 @@ impl<'a> ToolCallWaiter<'a> {
             if update.version == seen && engine.is_draining() {
                 return false;
             }
-            let open = update.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
+            let open = update.elicitation.as_ref().map(|elicitation| &elicitation.unanswered);
             let waits = update.waits_for_input() && update.attempt == call.attempt;
             if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
                 return true;

@@ -26,7 +26,7 @@ pub(crate) fn answerable_requests(call: &Call, client: &ClientCapabilities) -> I
     if !call.waits_for_input() {
         return InputRequests::new();
     }
-    let open = call.elicitation.iter().flat_map(|dialogue| &dialogue.unanswered);
+    let open = call.elicitation.iter().flat_map(|elicitation| &elicitation.unanswered);
     let params = open.filter_map(|(key, question)| {
         let request = serde_json::from_value::<InputRequest>(question.clone()).ok()?;
         can_answer(client, &request).then(|| (key.clone(), request))

@@ -36,9 +36,9 @@ pub(super) struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    pub(super) fn new(model: &str, asked: &Map<String, Value>) -> Self {
+    pub(super) fn new(model: &str, request: &Map<String, Value>) -> Self {
         let field_or = |name: &str, usual: Value| {
-            asked.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
+            request.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
         };
         let repeated = json!({
             "model": model,
