@@ -97,14 +97,14 @@ fn report(context: &CommandContext, findings: &[CheckResult]) -> Result<(), Comm
         output.print_json(&json!({"ok": bad == 0, "checks": checks}))?;
     } else {
         for finding in findings {
-            let (mark, tone) = match finding.state {
+            let (symbol, style) = match finding.state {
                 CheckState::Ok => ("✓", TextStyle::Success),
                 CheckState::Warning => ("!", TextStyle::Warning),
                 CheckState::Error => ("✗", TextStyle::Error),
             };
-            let mark = output.paint(mark, tone);
+            let symbol = output.paint(symbol, style);
             output.print_line(&format!(
-                "{mark} {:<9} {}",
+                "{symbol} {:<9} {}",
                 finding.check,
                 sanitize_line(&finding.message)
             ))?;

@@ -145,25 +145,29 @@ pub fn print_outcome(
 /// Formats the summary line: `✓ weather.query  SUCCEEDED in 212 ms   tc_…   attempt 1`
 pub fn summary_line(context: &CommandContext, call: &Value) -> String {
     let status = str_member(call, "status");
-    let (mark, tone) = match status {
+    let (symbol, style) = match status {
         "SUCCEEDED" => ("✓", TextStyle::Success),
         "PENDING" | "RUNNING" => ("…", TextStyle::Warning),
         _ => ("✗", TextStyle::Error),
     };
-    let mark = context.output.paint_message(mark, tone);
+    let symbol = context.output.paint_message(symbol, style);
     let tool = sanitize_line(str_member(call, "tool_name"));
-    let ran = str_member(call, "ran_tool");
-    let ran = if ran.is_empty() || ran == str_member(call, "tool_name") {
-        String::new()
-    } else {
-        format!(" (ran {})", sanitize_line(ran))
-    };
-    let took = elapsed_ms(call).map_or_else(String::new, |ms| {
+    let executed_tool = str_member(call, "ran_tool");
+    let executed_tool =
+        if executed_tool.is_empty() || executed_tool == str_member(call, "tool_name") {
+            String::new()
+        } else {
+            format!(" (ran {})", sanitize_line(executed_tool))
+        };
+    let duration = elapsed_ms(call).map_or_else(String::new, |ms| {
         format!(" {} {}", if is_terminal(call) { "in" } else { "for" }, output::format_duration(ms))
     });
     let id = sanitize_line(str_member(call, "tool_call_id"));
     let attempt = u64_member(call, "attempt").unwrap_or_default();
-    format!("{mark} {tool}{ran}  {}{took}   {id}   attempt {attempt}", sanitize_line(status))
+    format!(
+        "{symbol} {tool}{executed_tool}  {}{duration}   {id}   attempt {attempt}",
+        sanitize_line(status)
+    )
 }
 
 fn outcome_failure(call: &Value, exit: u8) -> CommandFailure {

@@ -162,7 +162,7 @@ async fn start_and_watch(
         return replay::replay_run(context, client, run, args.model.as_deref()).await;
     }
     let mut view = RunView::new(context.output);
-    let watched = if let Some(run) = &args.follow {
+    let watcher = if let Some(run) = &args.follow {
         // A run id that only groups calls has events too, but its stream never ends.
         client.request_json(ApiRequest::get(&["v1", "runs", run])).await?;
         RunWatcher::from_start(run)
@@ -176,18 +176,21 @@ async fn start_and_watch(
         }
     } else if let Some(run) = &args.more {
         let body = json!({ "messages": [{ "role": "user", "content": question }] });
-        let heard =
+        let accepted =
             client.request_json(ApiRequest::post(&["v1", "runs", run, "messages"], body)).await?;
-        RunWatcher { since_ms: u64_member(&heard, "updated_at_ms"), ..RunWatcher::from_start(run) }
+        RunWatcher {
+            since_ms: u64_member(&accepted, "updated_at_ms"),
+            ..RunWatcher::from_start(run)
+        }
     } else {
         let stream =
             client.post_event_stream(&["v1", "runs"], run_request_body(args, question)).await?;
         let id = stream.headers().get("toolcrib-run-id").and_then(|id| id.to_str().ok());
-        let watched = RunWatcher::from_start(id.unwrap_or_default());
-        RunWatcher { stream: Some(stream), ..watched }
+        let watcher = RunWatcher::from_start(id.unwrap_or_default());
+        RunWatcher { stream: Some(stream), ..watcher }
     };
-    run_id.lock().clone_from(&watched.run);
-    watched.watch_to_end(client, &mut view).await
+    run_id.lock().clone_from(&watcher.run);
+    watcher.watch_to_end(client, &mut view).await
 }
 
 fn run_request_body(args: &RunArgs, question: Option<String>) -> Value {
@@ -281,7 +284,7 @@ impl RunWatcher {
             };
             unreachable_since = None;
             let mut messages = RunEventReader::new(stream);
-            let over = loop {
+            let is_stream_complete = loop {
                 let batch = match messages.next().await {
                     Ok(Some(batch)) => batch,
                     Ok(None) => break true,
@@ -304,7 +307,7 @@ impl RunWatcher {
             view.note_disconnect();
             // The server's clock may have been set back meanwhile: too many events are better than
             // none.
-            if over && self.since_ms.take().is_some() {
+            if is_stream_complete && self.since_ms.take().is_some() {
                 self.last_event_id = None;
             }
         }

@@ -123,14 +123,14 @@ async fn serve(
     }
     let engine = builder.start().await?;
     let link = NatsConnection::connect(address, "toolcrib utp serve").await?;
-    let shelf = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
-    println!("serving cmd.tool.{target}.*: {}", shelf.tool_names().await.join("  "));
+    let catalogue = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
+    println!("serving cmd.tool.{target}.*: {}", catalogue.tool_names().await.join("  "));
     let host =
         ToolHost::with_connection(link).with_sender("tool.toolcrib").with_fallback(move |job| {
-            let shelf = shelf.clone();
+            let catalogue = catalogue.clone();
             async move {
-                match shelf.prepare_call(&job).await {
-                    Ok(caller) => run_tool(&shelf.engine, &caller, job).await,
+                match catalogue.prepare_call(&job).await {
+                    Ok(caller) => run_tool(&catalogue.engine, &caller, job).await,
                     Err(error) => failed_result(&job.tool_name, error),
                 }
             }
@@ -156,13 +156,13 @@ async fn serve(
 async fn run_tool(engine: &Engine, caller: &Caller, job: ToolJob) -> ToolJobResult {
     let name = job.tool_name.clone();
     let outcome = async {
-        let mut asked = CallRequest::new(name.as_str(), &job.args.to_string())
+        let mut request = CallRequest::new(name.as_str(), &job.args.to_string())
             .map_err(|error| Error::refused(Code::BadRequest, error.to_string()))?;
-        asked.traceparent = Some(job.traceparent.clone());
-        asked.route = Some(Box::new(job.route.clone()));
+        request.traceparent = Some(job.traceparent.clone());
+        request.route = Some(Box::new(job.route.clone()));
         let left_ms = job.deadline_ms.map(|at_ms| at_ms.saturating_sub(engine.now_ms()).max(1));
-        asked.timeout_ms = left_ms;
-        let ticket = engine.calls().invoke(caller, asked).await?;
+        request.timeout_ms = left_ms;
+        let ticket = engine.calls().invoke(caller, request).await?;
         engine.calls().wait(caller, &ticket.call.id, Until::Ended).await
     };
     let call = match outcome.await {

@@ -164,13 +164,13 @@ impl McpServerReconciler {
     }
 }
 
-fn to_source_oauth(pass: AuthorizationStatus) -> SourceOauth {
-    let (url, expires_ms) = pass.sign_in.map(|sign_in| (sign_in.url, sign_in.expires_ms)).unzip();
+fn to_source_oauth(status: AuthorizationStatus) -> SourceOauth {
+    let (url, expires_ms) = status.sign_in.map(|sign_in| (sign_in.url, sign_in.expires_ms)).unzip();
     SourceOauth {
-        grant: pass.grant.as_str(),
-        signed_in: pass.signed_in,
-        issuer: pass.issuer,
-        scopes: pass.scopes,
+        grant: status.grant.as_str(),
+        signed_in: status.signed_in,
+        issuer: status.issuer,
+        scopes: status.scopes,
         sign_in_url: url,
         sign_in_expires_at_ms: expires_ms,
     }

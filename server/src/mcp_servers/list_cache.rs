@@ -56,12 +56,12 @@ impl<T> ListCache<T> {
         &self,
         upstreams: &McpSource,
         key: UpstreamKey,
-        asking: impl Future<Output = Result<Vec<T>, ServiceError>>,
+        request: impl Future<Output = Result<Vec<T>, ServiceError>>,
     ) -> Arc<Vec<T>> {
         if let Some(cached) = self.entries.lock().get(&key) {
             return cached.list.clone();
         }
-        let (list, ttl) = match tokio::time::timeout(REQUEST_TIMEOUT, asking).await {
+        let (list, ttl) = match tokio::time::timeout(REQUEST_TIMEOUT, request).await {
             Ok(Ok(list)) => (list, Some(CACHE_TTL)),
             Ok(Err(ServiceError::McpError(_))) => (Vec::new(), Some(CACHE_TTL)),
             Ok(Err(_)) => (Vec::new(), None),

@@ -212,7 +212,7 @@ impl SpanQueue {
             .build()
             .context("spans cannot be exported")?;
         let queued = Arc::new(AtomicUsize::new(0));
-        let watched = MonitoredExporter {
+        let monitored = MonitoredExporter {
             exporter,
             queued: queued.clone(),
             failure_log: ExportFailureLog::new("spans", url),
@@ -222,7 +222,7 @@ impl SpanQueue {
             .with_max_export_batch_size(MAX_BATCH_SPANS.min(settings.max_queued_spans))
             .with_scheduled_delay(Duration::from_millis(settings.export_interval_ms))
             .build();
-        let mut processor = BatchSpanProcessor::new(watched, batches);
+        let mut processor = BatchSpanProcessor::new(monitored, batches);
         processor.set_resource(resource);
         Ok(Self { processor, queued, max_queued: settings.max_queued_spans })
     }
@@ -244,10 +244,10 @@ fn build_meter_provider(
         .build()
         .context("metrics cannot be exported")?;
     let queued = Arc::new(AtomicUsize::new(0));
-    let watched =
+    let monitored =
         MonitoredExporter { exporter, queued, failure_log: ExportFailureLog::new("metrics", url) };
     let interval = Duration::from_millis(settings.metrics_interval_ms);
-    let reader = PeriodicReader::builder(watched).with_interval(interval).build();
+    let reader = PeriodicReader::builder(monitored).with_interval(interval).build();
     Ok(SdkMeterProvider::builder().with_reader(reader).with_resource(resource.clone()).build())
 }
 
