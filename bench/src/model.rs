@@ -187,7 +187,7 @@ impl ScriptedModel {
                 ScriptedBehavior::Refuse(
                     500,
                     None,
-                    json!({ "error": { "message": "the script is over" } }),
+                    json!({ "error": { "message": "the script has no more answers" } }),
                 )
             })
         })

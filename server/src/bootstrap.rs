@@ -162,7 +162,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
 }
 
 /// Opens an engine for administration: it reads and changes the directory but executes nothing, so
-/// it is safe to use beside a running server.
+/// it is safe to use in addition to a running server.
 pub async fn open_admin_engine(config: &Config) -> anyhow::Result<Engine> {
     let store = open_store::open_shared(&config.store_location()?).await?;
     Ok(Engine::builder().store(store).limits(engine_limits(config)).build_idle().await?)

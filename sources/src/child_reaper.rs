@@ -3,7 +3,8 @@
 //! A killed server cannot stop its child processes. Their standard input closes, and most exit for
 //! that reason. For those that do not, the server starts its own executable a second time as a
 //! reaper, which only reads from a pipe held by the server. When the pipe closes, the server is
-//! gone, whatever the cause, and the reaper sends SIGTERM and then SIGKILL to the remaining groups.
+//! gone, regardless of the cause, and the reaper sends SIGTERM and then SIGKILL to the remaining
+//! groups.
 //!
 //! Only the `toolcrib` program can do this, because only its executable accepts the reaper's
 //! argument. When the server is embedded in another program, no reaper runs.

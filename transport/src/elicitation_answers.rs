@@ -18,7 +18,7 @@ pub(super) async fn check_answers(call: &Call, answers: &Map<String, Value>) -> 
 }
 
 /// Refuses an accepted answer that does not match the `requestedSchema` of its question. Fields
-/// that have a default may be left out.
+/// that have a default may be omitted.
 async fn check_answer(
     project: &str,
     key: &str,

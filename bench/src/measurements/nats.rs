@@ -104,12 +104,12 @@ impl Bench<'_> {
         }
         self.push_rates(rates.map(median));
         let name = "tools over NATS, one at a time, p50, against a publish and a request";
-        let (p50, floor) = (median(one), median(trip));
+        let (p50, baseline) = (median(one), median(trip));
         self.push_measurement(Measurement::against_baseline(
             name,
             "µs",
             p50,
-            floor,
+            baseline,
             Limit::AtMost(4.0),
         ));
         Ok(())
@@ -125,10 +125,10 @@ impl Bench<'_> {
             ("tools over NATS", "the bare way", product, bare, Limit::None),
             ("the bare way", "JetStream's publish", bare, publishing, Limit::None),
         ];
-        for (operation, against, rate, floor, limit) in all {
+        for (operation, against, rate, baseline, limit) in all {
             let name = format!("{operation}, {CALLERS} at once, against {against}");
             self.push_measurement(Measurement::against_baseline(
-                name, "calls/s", rate, floor, limit,
+                name, "calls/s", rate, baseline, limit,
             ));
         }
     }

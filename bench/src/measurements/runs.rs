@@ -99,7 +99,7 @@ impl Bench<'_> {
             let heard = client.first_word_at().await?;
             let requests = model.requests();
             let sent_at = requests.last().and_then(RecordedRequest::first_event_time);
-            let sent_at = sent_at.context("the model said nothing")?;
+            let sent_at = sent_at.context("the model sent no text")?;
             ways.push(heard.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
         }
         let name = "run: first word from the model to the client, p50";

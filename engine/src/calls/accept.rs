@@ -146,8 +146,8 @@ impl Calls {
     /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.
     async fn prepare_schemas(&self, catalog: &Catalog, caller: &Caller, tool: &Arc<Compiled>) {
         let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
-        let others = names.filter_map(|name| catalog.find(&caller.project, name));
-        for entry in std::iter::once(tool.clone()).chain(others) {
+        let fallbacks = names.filter_map(|name| catalog.find(&caller.project, name));
+        for entry in std::iter::once(tool.clone()).chain(fallbacks) {
             // The usual case takes no time and no memory.
             if !entry.input_schema.is_ready() {
                 Box::pin(entry.prepare_input()).await;

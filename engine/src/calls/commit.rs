@@ -224,11 +224,11 @@ impl Dispatcher {
         kind: EventKind,
     ) -> Result<usize, Error> {
         let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
-        let others = self.core.limits.max_progress_events as usize + 1_000;
+        let other_events = self.core.limits.max_progress_events as usize + 1_000;
         let events = self
             .core
             .store
-            .events(scope, 0, MAX_LATE_EVENTS + others)
+            .events(scope, 0, MAX_LATE_EVENTS + other_events)
             .await
             .map_err(from_store_error)?;
         Ok(events.iter().filter(|event| event.record.kind == kind).count())
@@ -315,7 +315,11 @@ impl Dispatcher {
         if others.is_empty() {
             return;
         }
-        tracing::warn!(calls = others.len(), "the system time was changed; open calls follow it");
+        tracing::warn!(
+            calls = others.len(),
+            "the system time was changed; the deadlines of open \
+                                              calls are adjusted"
+        );
         let saving = others.iter().map(async |entry| {
             let _one_at_a_time = entry.decision_lock.lock().await;
             let mut next = Call::clone(&entry.call_by_offset(wall_offset_ms));
@@ -328,7 +332,7 @@ impl Dispatcher {
                 Ok(SaveResult::Saved) => entry.set_committed(next, wall_offset_ms),
                 Ok(SaveResult::Conflict) => {}
                 Err(error) => {
-                    tracing::warn!(call = %next.id, %error, "a new deadline is not stored");
+                    tracing::warn!(call = %next.id, %error, "cannot store a new deadline");
                 }
             }
         });

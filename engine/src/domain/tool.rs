@@ -111,7 +111,7 @@ impl Executor {
     /// Returns the question to ask if no executor acknowledges a call.
     pub fn availability_question(self) -> &'static str {
         match self {
-            Self::UTP => "is its tool service running, and NATS there",
+            Self::UTP => "is its tool service running, and NATS reachable",
             _ => "is the client that offers it connected",
         }
     }

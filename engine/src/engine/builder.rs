@@ -107,8 +107,8 @@ impl EngineBuilder {
 
     /// Sets the authenticator for callers without an API key. Every caller then needs a key or a
     /// token.
-    pub fn authenticator(mut self, recognise: Arc<dyn Authenticator>) -> Self {
-        self.authenticator = Some(recognise);
+    pub fn authenticator(mut self, authenticator: Arc<dyn Authenticator>) -> Self {
+        self.authenticator = Some(authenticator);
         self
     }
 

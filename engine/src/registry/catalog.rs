@@ -160,8 +160,8 @@ impl Catalog {
                 .project_tools
                 .get(project, name)
                 .filter(|entry| entry.definition == *definition);
-            let same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
-            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(same)) {
+            let is_same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
+            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(is_same)) {
                 Some(entry) => entry.clone(),
                 None => Arc::new(CatalogEntry::deferred(definition.clone())),
             };

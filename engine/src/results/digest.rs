@@ -42,7 +42,7 @@ pub const MIN_BUDGET: usize = 64;
 /// text has about four.
 const BYTES_PER_TOKEN: usize = 24;
 
-/// Maximum number of values of a document that are sampled, whatever the budget.
+/// Maximum number of values of a document that are sampled, regardless of the budget.
 const MAX_VALUES: usize = 100_000;
 
 /// Number of detail levels.
@@ -155,13 +155,13 @@ impl<'n, 'a> MainContent<'n, 'a> {
         let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
         let candidates = [
             format!(
-                "[digest of {tool}: {kind}, {bytes} bytes; parts are left out, the whole is kept. \
-                 Read any part: {call}{part}}}, or search it with \"grep\"]"
+                "[digest of {tool}: {kind}, {bytes} bytes; parts are omitted, the full result is \
+                 stored. Read any part: {call}{part}}}, or search it with \"grep\"]"
             ),
-            format!("[digest: {kind}, {bytes} bytes; parts left out. Read them: {call}{part}}}]"),
-            format!("[{bytes} bytes, parts left out. Read them: {call}}}]"),
-            format!("[left out: result.read {call_id}]"),
-            "[left out]".to_owned(),
+            format!("[digest: {kind}, {bytes} bytes; parts omitted. Read them: {call}{part}}}]"),
+            format!("[{bytes} bytes, parts omitted. Read them: {call}}}]"),
+            format!("[omitted: result.read {call_id}]"),
+            "[omitted]".to_owned(),
             "…".to_owned(),
         ];
         // With a small budget, the header takes only part of it as long as a shorter form exists.

@@ -129,7 +129,7 @@ impl Runs {
         let decision = catalog.authorize_reported_call(caller, &request.tool);
         self.registry.enforce_decision(caller, &request.tool, decision).await?;
         if request.retry.is_some_and(|retry| retry > 0) {
-            let message = "retry: what you run yourself is not tried again by Toolcrib";
+            let message = "retry: Toolcrib does not retry calls that you execute";
             return Err(Error::refused(Code::ValidationError, message));
         }
         check_request(&request, self.core.limits.max_args_bytes)?;
@@ -169,7 +169,7 @@ impl Runs {
                 }
             }
             (None, None) => {
-                let message = "call_id: say which call it is the result of";
+                let message = "call_id: name the call that this is the result of";
                 return Err(Error::refused(Code::ValidationError, message));
             }
         };
@@ -184,7 +184,7 @@ impl Runs {
         };
         if call.target.executor != Executor::CALLER {
             let message = format!(
-                "call \"{}\" of {} is executed by Toolcrib, and its result comes by itself",
+                "call \"{}\" of {} is executed by Toolcrib, which adds its result",
                 call.id, call.tool_name
             );
             return Err(Error::refused(Code::Conflict, message));
@@ -298,7 +298,7 @@ fn find_definition<'a>(tools: &'a [ToolDefinition], name: &str) -> Option<&'a To
     model_names.iter().position(|model_name| model_name == name).map(|at| &tools[at])
 }
 
-/// Returns a tool as one that the caller executes, whatever its executor is otherwise.
+/// Returns a tool as one that the caller executes, regardless of its usual executor.
 fn caller_tool_entry(
     declared: Option<&ToolDefinition>,
     project: &str,

@@ -256,7 +256,7 @@ impl Runs {
             return Ok(run);
         }
         if run.status == RunStatus::Succeeded {
-            let message = "this run has its answer; POST …/messages says more to it";
+            let message = "this run has its answer; add a message with POST …/messages";
             let detail = json!({ "status": run.status.as_str() });
             return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
         }
@@ -405,8 +405,10 @@ fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
 }
 
 fn not_run_owner(run: &Run) -> Error {
-    let message =
-        format!("this run acts for agent \"{}\", and only it may go on with it", run.owner.agent);
+    let message = format!(
+        "this run acts for agent \"{}\", and only that agent may continue it",
+        run.owner.agent
+    );
     Error::refused(Code::PermissionDenied, message)
 }
 
@@ -414,7 +416,7 @@ fn require_end_status(run: Run, expected: RunStatus) -> Result<Run, Error> {
     if run.status == expected {
         return Ok(run);
     }
-    let message = format!("this run is over already: {}", run.status.as_str());
+    let message = format!("this run has already ended: {}", run.status.as_str());
     let detail = json!({ "status": run.status.as_str() });
     Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
 }

@@ -345,7 +345,7 @@ fn is_input(message: &Value) -> bool {
     message["role"] != "assistant" && message["role"] != "tool"
 }
 
-/// Returns true if the model acts the same: equal calls, whatever the text beside them. Replies
+/// Returns true if the model acts the same: equal calls, regardless of the text. Replies
 /// without calls must have equal text.
 fn have_same_actions(recorded: &ModelReply, now: &ModelReply) -> bool {
     let calls = |reply: &ModelReply| -> Vec<String> {

@@ -213,7 +213,7 @@ impl Runs {
         let limit = self.core.limits.max_tools_per_registration;
         let toolcrib_tools = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
         if tools.caller_tools.len().max(toolcrib_tools.len()) > limit {
-            let message = format!("a run is told of at most {limit} tools of a kind");
+            let message = format!("a run has at most {limit} tools of each kind");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
         let catalog = self.registry.catalog();
@@ -227,7 +227,7 @@ impl Runs {
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
             if tools.caller_tools[..n].iter().any(|other| other.name == tool.name) {
-                let message = format!("{pointer}/name: \"{}\" is there twice", tool.name);
+                let message = format!("{pointer}/name: \"{}\" is listed twice", tool.name);
                 return Err(Error::refused(Code::ValidationError, message));
             }
         }

@@ -150,7 +150,7 @@ impl<'a> ProblemExplainer<'a> {
             Kind::ContentMediaType { content_media_type } => {
                 format!("a document of the media type {}", truncate_chars(content_media_type, 80))
             }
-            Kind::FalseSchema => "left out, as nothing is allowed here".to_string(),
+            Kind::FalseSchema => "omitted, because nothing is allowed here".to_string(),
             Kind::Not { schema } => format!("something that does not fit {}", short_json(schema)),
             _ => return None,
         })

@@ -422,8 +422,8 @@ impl Utp {
         let by = report.reported_by.as_deref().unwrap_or("tool");
         let nothing_more = card.metadata.keys().all(|name| CALL_METADATA.contains(&name.as_str()));
         if card.content_text("status") != Some("success") || !nothing_more || card.author_id != by {
-            let message = "only a plain success, signed by who reports it, can have the call's own \
-                           card id; give it another";
+            let message = "only a plain success signed by its reporter can have the call's own \
+                           card id; use another one";
             return Err(reject_report("wrong_card", Code::BadRequest, message));
         }
         Ok(Some(card))
@@ -503,7 +503,7 @@ impl Utp {
             AdvanceOutcome::Duplicate(call) => (call, true, false),
             AdvanceOutcome::Refused(call, Refusal::AlreadyEnded(_)) => (call, false, true),
             AdvanceOutcome::Refused(call, _) => {
-                let message = format!("this attempt of call \"{}\" is not out", call.id);
+                let message = format!("this attempt of call \"{}\" is not in flight", call.id);
                 return Err(reject_report("wrong_attempt", Code::Conflict, message));
             }
         };

@@ -56,7 +56,7 @@ async fn the_typed_tool_example_prints_schema_answer_and_faults() {
 async fn the_background_example_prints_prompt_and_late_result() {
     let output = background::show().await.unwrap();
     for part in [
-        "# Tools\nA tool marked sync answers before you go on.",
+        "# Tools\nA tool marked sync returns its result before you continue.",
         "\n- calendar__days (sync): Days of a month\n- report__build (async): Builds a monthly report\n",
         "\n## Pending (1)\n- report__build (async, in the background), call_id call_0, pending for ",
         ": {\"month\": 5}\n\n## Just finished (1)\n- calendar__days, call_id call_1, ",

@@ -42,8 +42,8 @@ fn normalize_host(host: &str) -> String {
 fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
     let wrong = || {
         format!(
-            "\"{text}\" is no host: write api.example.com, *.example.com, \
-             api.example.com:8443 or http://127.0.0.1:8080"
+            "\"{text}\" is not a host; write api.example.com, *.example.com, api.example.com:8443 \
+             or http://127.0.0.1:8080"
         )
     };
     let (scheme, rest) = text.split_once("://").unwrap_or(("https", text));

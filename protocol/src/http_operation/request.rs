@@ -127,7 +127,7 @@ impl HttpOperation {
             text.push_str(query);
         }
         Url::parse(&text)
-            .map_err(|error| bad_request_fault(format!("the definition's url is none: {error}")))
+            .map_err(|error| bad_request_fault(format!("the definition's url is invalid: {error}")))
     }
 
     fn build_body(

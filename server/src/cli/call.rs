@@ -161,8 +161,8 @@ pub async fn run(
 }
 
 /// Submits the call and returns its ticket immediately: with the ticket the call can be found
-/// again, whatever happens to the server or to this process. If it is unknown whether the request
-/// arrived, it is sent again; its idempotency key makes both requests one call.
+/// again, regardless of what happens to the server or to this process. If it is unknown whether the
+/// request arrived, it is sent again; its idempotency key makes both requests one call.
 async fn submit_call(
     client: &ApiClient,
     path: &[&str],

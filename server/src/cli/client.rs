@@ -100,14 +100,13 @@ impl ApiClient {
         let mut headers = HeaderMap::new();
         if let Some(key) = key {
             let mut value = header::HeaderValue::from_str(&format!("Bearer {key}"))
-                .map_err(|_| CommandFailure::usage("the key has characters that no key has"))?;
+                .map_err(|_| CommandFailure::usage("the key has invalid characters"))?;
             value.set_sensitive(true);
             headers.insert(header::AUTHORIZATION, value);
         }
         if let Some(project) = project {
-            let value = header::HeaderValue::from_str(project).map_err(|_| {
-                CommandFailure::usage("the project's name has characters it cannot have")
-            })?;
+            let value = header::HeaderValue::from_str(project)
+                .map_err(|_| CommandFailure::usage("the project name has invalid characters"))?;
             headers.insert("x-toolcrib-project", value);
         }
         Ok(Self {
@@ -282,7 +281,7 @@ impl ApiClient {
         {
             bytes.extend_from_slice(&chunk);
             if bytes.len() > MAX_RESPONSE_BYTES {
-                let message = format!("{} answers without an end", self.server());
+                let message = format!("the response of {} exceeds the size limit", self.server());
                 return Err(CommandFailure::new(exit::FAILURE, "NOT_JSON", message));
             }
         }
@@ -295,7 +294,7 @@ impl ApiClient {
             let message = format!("{server} did not answer in time");
             let failure =
                 CommandFailure { may_have_been_sent: true, ..CommandFailure::unreachable(message) };
-            return failure.hint("is it overloaded? toolcrib doctor looks");
+            return failure.hint("is it overloaded? toolcrib doctor checks it");
         }
         let message = format!("cannot reach {server}: {}", root_cause(error));
         CommandFailure {
@@ -309,7 +308,7 @@ impl ApiClient {
         let start: String = String::from_utf8_lossy(bytes).chars().take(100).collect();
         let kind = if kind.is_empty() { "no content type" } else { kind };
         let message = format!(
-            "{} answered with something that is not ours: status {}, {kind}: {}",
+            "{} returned an unexpected response: status {}, {kind}: {}",
             self.server(),
             status.as_u16(),
             sanitize_line(start.trim()),
@@ -418,7 +417,7 @@ fn failure_from_problem(status: StatusCode, body: &Value, calls_tool: bool) -> C
     };
     let mut failure = failure_for_code(code, message, exit);
     if exit == exit::USAGE {
-        failure.hint = Some("--help shows what can be said here".to_owned());
+        failure.hint = Some("--help lists the options".to_owned());
     }
     // The server knows the cause. It also has the only advice on a code that is newer than this
     // command.

@@ -117,11 +117,7 @@ fn report(context: &CommandContext, findings: &[CheckResult]) -> Result<(), Comm
         0 => Ok(()),
         // The results are the error; with --json they are already on standard output.
         _ if output.json => Err(CommandFailure::already_reported(exit::FAILURE)),
-        1 => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", "one thing must be put right")),
-        n => Err(CommandFailure::new(
-            exit::FAILURE,
-            "UNHEALTHY",
-            format!("{n} things must be put right"),
-        )),
+        1 => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", "one check failed")),
+        n => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", format!("{n} checks failed"))),
     }
 }

@@ -45,7 +45,7 @@ pub async fn await_outcome(
         }
         spinner.set_message(match last_failure {
             None => format!("{tool}  {status}  {id}"),
-            Some(_) => format!("{tool}  server away, the call is safe, asking again  {id}"),
+            Some(_) => format!("{tool}  server unreachable, the call is stored, retrying  {id}"),
         });
         let poll_start = Instant::now();
         let path = ["v1", "tool_calls", id.as_str()];
@@ -76,10 +76,7 @@ pub async fn await_outcome(
 }
 
 fn resume_hint(id: &str) -> String {
-    format!(
-        "the call goes on; come back to it with: toolcrib calls get {} --wait",
-        sanitize_line(id)
-    )
+    format!("the call continues; resume with: toolcrib calls get {} --wait", sanitize_line(id))
 }
 
 /// Returns what an open call waits for, in words, if the server says.

@@ -30,19 +30,27 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
-#[command(after_help = "\
-The words of the model go to standard output, everything else to standard error.
-Without a server this process is one, on the data directory, for as long as it takes.
+#[command(
+    after_help = "The text of the model goes to standard output, everything else to standard \
+error.
+Without a server, the command starts one on the data directory until the run has ended.
 
 Examples:
-  toolcrib run --model demo 'What is 6 * 7?'           no key and no network needed
-  toolcrib run 'Which tools fail most?' --tools 'database.*'
+  \
+toolcrib run --model demo 'What is 6 * 7?'           no key and no network needed
+  toolcrib run \
+'Which tools fail most?' --tools 'database.*'
   echo 'a long question' | toolcrib run -
-  toolcrib run --continue run_… 'And in Fahrenheit?'   the same conversation
-  toolcrib run --resume run_…                          after its model was away
-  toolcrib run --follow run_…                          watch one that goes on
-  toolcrib run --replay run_…                          again, against recorded results
-  toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'")]
+  toolcrib \
+run --continue run_… 'And in Fahrenheit?'   the same conversation
+  toolcrib run --resume run_…                          \
+after its model was unavailable
+  toolcrib run --follow run_…                          watch a run \
+that is active
+  toolcrib run --replay run_…                          again, against recorded \
+results
+  toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'"
+)]
 pub struct RunArgs {
     /// The question; - reads it from standard input
     question: Option<String>,
@@ -92,7 +100,7 @@ pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandF
             let run = run_id.lock().clone();
             if !run.is_empty() {
                 let come_back = format!("toolcrib run --follow {run}");
-                context.output.print_note(&format!("\nthe run goes on {how}; {come_back}"));
+                context.output.print_note(&format!("\nthe run continues {how}; {come_back}"));
             }
             Err(CommandFailure::interrupted())
         }
@@ -117,8 +125,8 @@ fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
         other => other.map(str::to_owned),
     };
     match question {
-        Some(_) if silent => Err(CommandFailure::usage("there is nothing to ask with this option")),
-        None if !silent => Err(CommandFailure::usage("what is the question?")
+        Some(_) if silent => Err(CommandFailure::usage("this option takes no question")),
+        None if !silent => Err(CommandFailure::usage("the question is missing")
             .hint("toolcrib run --model demo 'What is 6 * 7?'")),
         Some(text) if text.is_empty() => Err(CommandFailure::usage("the question is empty")),
         question => Ok(question),
@@ -233,7 +241,7 @@ impl RunEventReader {
         let lost = |_| CommandFailure::unreachable("the connection to the server broke");
         let Some(bytes) = self.stream.chunk().await.map_err(lost)? else { return Ok(None) };
         let messages = self.parser.push(&bytes).map_err(|_| {
-            let message = "the server sends an event without an end";
+            let message = "an event of the server exceeds the size limit";
             CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
         })?;
         Ok(Some(messages))
@@ -272,7 +280,7 @@ impl RunWatcher {
                             *unreachable_since.get_or_insert_with(tokio::time::Instant::now);
                         if since.elapsed() > RECONNECT_TIMEOUT {
                             return Err(failure.hint(format!(
-                                "the run is kept: toolcrib run --follow {}",
+                                "the run is stored: toolcrib run --follow {}",
                                 self.run
                             )));
                         }

@@ -124,7 +124,7 @@ async fn import(
         let (operation, reason) =
             (owned_str_member(&skipped, "operation"), owned_str_member(&skipped, "reason"));
         output.print_line(&format!(
-            "left out: {}: {}",
+            "skipped: {}: {}",
             sanitize_line(&operation),
             sanitize_line(&reason)
         ))?;

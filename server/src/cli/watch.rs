@@ -89,11 +89,11 @@ impl EventWatcher<'_> {
                     return Ok(());
                 }
                 StreamEnd::Closed | StreamEnd::Lost => {
-                    output.print_note("stream lost; connecting again")
+                    output.print_note("stream lost; reconnecting")
                 }
             }
             stream = self.reconnect().await?;
-            output.print_note("connected again");
+            output.print_note("reconnected");
         }
     }
 
@@ -126,7 +126,7 @@ impl EventWatcher<'_> {
             let messages = match chunk {
                 _ if ended && !matches!(chunk, Ok(Some(_))) => return Ok(StreamEnd::CallEnded),
                 Ok(Some(bytes)) => parser.push(&bytes).map_err(|_| {
-                    let message = "the server sends an event without an end";
+                    let message = "an event of the server exceeds the size limit";
                     CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
                 })?,
                 Ok(None) => return Ok(StreamEnd::Closed),

@@ -32,7 +32,7 @@ impl Config {
         self.webhooks.validate()?;
         let days = self.retention.finished_calls_days;
         if !(0.0..=36_500.0).contains(&days) {
-            let reason = "must be from 0 (keep for ever) to 36500";
+            let reason = "must be from 0 (never delete) to 36500";
             return Err(ConfigError::invalid("retention.finished_calls_days", reason));
         }
         self.check_nats()?;
@@ -129,7 +129,7 @@ impl Config {
                 check_tool_name(&alternate.tool)
                     .map_err(|reason| ConfigError::invalid(&key, reason.to_string()))?;
                 if alternate.tool == *name {
-                    return Err(ConfigError::invalid(&key, "a tool cannot stand in for itself"));
+                    return Err(ConfigError::invalid(&key, "a tool cannot be its own fallback"));
                 }
             }
         }

@@ -74,7 +74,7 @@ fn invalid_settings_error(wrong: McpSettingsError) -> Error {
     Fault::new(Code::ValidationError, message).with_detail(detail).into()
 }
 
-/// Returns the settings in their stored form. The project is stored beside them, so it is reset
+/// Returns the settings in their stored form. The project is stored separately, so it is reset
 /// here.
 pub fn to_stored_settings(settings: &McpServerSettings) -> Json {
     let plain = McpServerSettings { project: "default".to_owned(), ..settings.clone() };

@@ -15,7 +15,7 @@ use tokio::sync::broadcast::error::TryRecvError;
 use tokio::time::Instant;
 use toolcrib_sources::mcp::{McpSource, UpstreamChange, pagination};
 
-/// Maximum time an upstream may take to return a list. A slower one is left out.
+/// Maximum time an upstream may take to return a list. A slower one is omitted.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time a list stays cached, unless the upstream reports a change.

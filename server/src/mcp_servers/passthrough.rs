@@ -81,7 +81,7 @@ impl UpstreamPassthrough {
                 error
             }
             _ => {
-                let message = "the MCP server behind does not answer";
+                let message = "the MCP server does not answer";
                 ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None)
             }
         }

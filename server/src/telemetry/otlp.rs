@@ -103,7 +103,7 @@ impl OtlpExporter {
             let meter = meters.meter_with_scope(spans::instrumentation_scope());
             meter
                 .f64_histogram("gen_ai.execute_tool.duration")
-                .with_description("How long tool calls took, from being accepted to the outcome")
+                .with_description("Duration of tool calls, from acceptance to the outcome")
                 .with_unit("s")
                 .with_boundaries(bounds)
                 .build()
@@ -377,12 +377,16 @@ impl ExportFailureLog {
         match result {
             Ok(()) => {
                 if last.take().is_some() {
-                    tracing::info!(what = signal, endpoint, "the OTLP endpoint takes them again");
+                    tracing::info!(
+                        what = signal,
+                        endpoint,
+                        "the OTLP endpoint accepts the data again"
+                    );
                 }
             }
             Err(error) => {
                 if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
-                    tracing::warn!(what = signal, endpoint, %error, "the OTLP endpoint does not take them");
+                    tracing::warn!(what = signal, endpoint, %error, "the OTLP endpoint does not accept the data");
                     *last = Some(Instant::now());
                 }
             }

@@ -117,7 +117,7 @@ async fn query(
     let found = find_place(service, &place_query, context).await?;
     let mut answer = service.current(found, context).await?;
     if place_query.asks_other_time {
-        answer.note = Some("this is the weather now: other times cannot be asked for".into());
+        answer.note = Some("this is the current weather: other times are not supported".into());
     }
     Ok(answer)
 }

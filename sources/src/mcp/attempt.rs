@@ -95,8 +95,8 @@ impl UpstreamAttempt {
         }
         if note.questions_asked > 0 && self.attempt.effect == Effect::Irreversible {
             let message = format!(
-                "{} asked something, and the session it asked in is lost: it may have happened in \
-                 part, and was not tried again; a retry is not safe",
+                "{} requested input, and its session was lost: it may have taken effect in part \
+                 and was not retried; a retry is not safe",
                 self.attempt.tool
             );
             return StartResult::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
@@ -158,7 +158,7 @@ impl UpstreamAttempt {
             StatelessCallResponse::NotSent(reason) => {
                 // The supervisor checks the connection and updates the upstream's state.
                 self.upstream.retry_now.notify_one();
-                let message = format!("the MCP server {name} is not there: {reason}");
+                let message = format!("the MCP server {name} is not available: {reason}");
                 return StartResult::Finished(Err(Fault::unreachable(message)));
             }
             StatelessCallResponse::Overloaded(status, after_ms) => {
@@ -210,7 +210,7 @@ impl UpstreamAttempt {
                     Duration::from_millis(remaining_ms),
                     live.handler.acquire_send_permit(),
                 );
-                let late = |_| Fault::new(Code::Timeout, "it was not its turn in time");
+                let late = |_| Fault::new(Code::Timeout, "it was not started in time");
                 Some(turn.await.map_err(|late_by| late(late_by).without_side_effect())?)
             }
             false => None,
@@ -269,12 +269,12 @@ impl UpstreamAttempt {
     /// Fails an attempt because an elicitation cannot be attributed to one of the upstream's calls.
     /// A guess might send one caller's answer to another.
     async fn fail_ambiguous(&self, out: InFlightRequest) -> StartResult {
-        out.cancel_after_grace("it is not clear which call asked").await;
+        out.cancel_after_grace("the call that requested input cannot be determined").await;
         let name = &self.upstream.settings.name;
         let message = format!(
-            "{name} asked something while several of its calls were out, or one that was given up \
-             may still be, and its revision of MCP does not say over pipes which call a question \
-             is for: call its tools one at a time, or reach it over HTTP"
+            "{name} requested input while several of its calls were in flight or one that was \
+             given up may still be, and its revision of MCP does not say over stdio which call a \
+             request belongs to: call its tools one at a time, or connect to it over HTTP"
         );
         let code = match self.attempt.effect {
             Effect::Irreversible => Code::OutcomeUnknown,
@@ -345,7 +345,7 @@ impl UpstreamAttempt {
                 self.detach_as_task(task, Some(live.clone()))
             }
             Ok(_) => {
-                let message = format!("{} answered what is no result", self.upstream.settings.name);
+                let message = format!("{} returned an invalid result", self.upstream.settings.name);
                 StartResult::Finished(Err(outcome::malformed_answer_fault(&self.attempt, message)))
             }
             Err(ServiceError::McpError(error))

@@ -198,7 +198,7 @@ impl Authorizer {
     ) -> Result<AccessToken, AuthorizationError> {
         let machine = self.oauth.grant == GrantKind::ClientCredentials;
         if machine && useless {
-            let reason = "it refuses the token that its own issuer gave us";
+            let reason = "it refused the token that its own issuer issued";
             return Err(AuthorizationError::Failed(reason.to_owned()));
         }
         if machine {
@@ -231,14 +231,14 @@ impl Authorizer {
         let challenge = reqwest::Url::parse(&url).ok().zip(header);
         let challenge = challenge.map(|(url, header)| WWWAuthenticateParams::parse(header, &url));
         let Some(challenge) = challenge.filter(WWWAuthenticateParams::is_insufficient_scope) else {
-            return failed("it does not let us do this (HTTP 403)".to_owned());
+            return failed("it refused this operation (HTTP 403)".to_owned());
         };
         let needed = crate::mcp::oauth::token_store::split_scopes(
             challenge.scope.as_deref().unwrap_or_default(),
         );
         if needed.iter().all(|scope| inner.credential.requested_scopes.contains(scope)) {
             return failed(format!(
-                "it wants the scope \"{}\", which was asked for already",
+                "it requires the scope \"{}\", which was already requested",
                 needed.join(" ")
             ));
         }

@@ -60,7 +60,7 @@ impl OfferedTools {
                 break;
             }
             let Some(name) = qualified_tool_name(&settings.name, &theirs) else {
-                let reason = "it has no name that a tool can have".to_owned();
+                let reason = "its name is not a valid tool name".to_owned();
                 offered.skipped.push((theirs.chars().take(80).collect(), reason));
                 continue;
             };

@@ -137,8 +137,8 @@ pub(super) async fn tools(
 }
 
 fn unreadable() -> ServiceError {
-    let message = "it is not as MCP has it: every tool needs a name that is a text and an \
-                   inputSchema that is an object";
+    let message = "it violates the MCP specification: every tool needs a name that is a string and \
+                   an inputSchema that is an object";
     ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
@@ -151,14 +151,14 @@ fn tool_page_from_raw(page: raw_tool_list::RawToolPage) -> ToolListPage {
     ToolListPage(tools.chain(unreadable_tools(page.unreadable)).collect(), page.next)
 }
 
-/// Returns the tools that the upstream offers on a page and that `rmcp` left out.
+/// Returns the tools that the upstream offers on a page and that `rmcp` omitted.
 fn omitted_tools(raw_page: raw_tool_list::RawToolPage, read: &[Tool]) -> Vec<UpstreamToolEntry> {
     let mut left_out: Vec<UpstreamToolEntry> = unreadable_tools(raw_page.unreadable).collect();
     if raw_page.tools.len() == read.len() {
         return left_out;
     }
     let read_names: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
-    let reason = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
+    let reason = "its arguments in headers (x-mcp-header) violate the MCP specification";
     let missing =
         raw_page.tools.into_iter().filter(|tool| !read_names.contains(tool.name.as_ref()));
     left_out.extend(missing.map(|tool| {

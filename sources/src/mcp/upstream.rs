@@ -200,7 +200,7 @@ impl UpstreamServer {
             (None, UpstreamPhase::Off) => "it is switched off".to_owned(),
             (None, _) => "it has not answered yet".to_owned(),
         };
-        let message = format!("the MCP server {name} is not there: {reason}");
+        let message = format!("the MCP server {name} is not available: {reason}");
         let shut = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
         Fault::unreachable(message).retryable(!shut)
     }
@@ -210,7 +210,7 @@ impl UpstreamServer {
         let found = self.offered.lock().upstream_names.get(tool).cloned();
         found.ok_or_else(|| {
             let name = &self.settings.name;
-            let message = format!("the MCP server {name} does not offer {tool} any more");
+            let message = format!("the MCP server {name} no longer offers {tool}");
             Fault::new(Code::ToolNotFound, message).without_side_effect()
         })
     }
@@ -255,8 +255,8 @@ impl UpstreamServer {
         self.abandon(call_id);
     }
 
-    /// Records that an attempt is over for the engine. For an attempt that sent an elicitation the
-    /// second report means that its call has ended, so no answer will come and the request is
+    /// Records that an attempt has ended for the engine. For an attempt that sent an elicitation
+    /// the second report means that its call has ended, so no answer will come and the request is
     /// abandoned.
     pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         let has_call_ended = {

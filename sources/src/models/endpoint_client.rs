@@ -149,9 +149,8 @@ impl EndpointClient {
                 KeyHeader::Bearer => (reqwest::header::AUTHORIZATION, format!("Bearer {key}")),
                 KeyHeader::Header(name) => (name, key.clone()),
             };
-            let mut value = HeaderValue::from_str(&text).map_err(|_| {
-                permanent_error("the model's key has characters that no key has", None)
-            })?;
+            let mut value = HeaderValue::from_str(&text)
+                .map_err(|_| permanent_error("the model's key has invalid characters", None))?;
             value.set_sensitive(true);
             headers.insert(name, value);
         }
@@ -176,7 +175,7 @@ impl EndpointClient {
 
     fn idle_error(&self) -> ModelError {
         let ms = self.endpoint.limits.idle.as_millis();
-        transient_error(format!("the model at {} said nothing for {ms} ms", self.host))
+        transient_error(format!("the model at {} sent nothing for {ms} ms", self.host))
     }
 
     fn connection_error(&self, error: &reqwest::Error) -> ModelError {
@@ -199,15 +198,12 @@ impl EndpointClient {
 
     /// Returns the error for a response that ended before the model reported that it was done.
     pub(super) fn truncated_error(&self) -> ModelError {
-        transient_error(format!("the answer of the model at {} was cut", self.host))
+        transient_error(format!("the answer of the model at {} was cut off", self.host))
     }
 
     /// Returns the error for a response that cannot be parsed.
     pub(super) fn malformed_error(&self) -> ModelError {
-        transient_error(format!(
-            "the model at {} answered something that is not its protocol",
-            self.host
-        ))
+        transient_error(format!("the model at {} returned an invalid response", self.host))
     }
 
     /// Returns the error that the endpoint reported within its stream.
@@ -216,7 +212,7 @@ impl EndpointClient {
         let key = self.endpoint.key.load().ok().flatten();
         let detail = error_message(error, key.as_deref());
         let detail = detail.map(|text| format!(": {text}")).unwrap_or_default();
-        let message = format!("the model at {} gave up{detail}", self.host);
+        let message = format!("the model at {} stopped with an error{detail}", self.host);
         match kind {
             "invalid_request_error"
             | "authentication_error"
@@ -257,7 +253,7 @@ impl ModelResponse<'_> {
         let idle = timeout(limits.idle, self.response.chunk());
         let late = |_| {
             let ms = limits.total.as_millis();
-            transient_error(format!("the model at {} was not done after {ms} ms", client.host))
+            transient_error(format!("the model at {} did not finish within {ms} ms", client.host))
         };
         let chunk = timeout_at(self.deadline, idle)
             .await

@@ -174,13 +174,13 @@ impl LlmSettings {
         let base = model.base_url.as_deref();
         let base = base.or_else(|| self.base_url.as_deref().filter(|_| same_kind));
         let base_url = base_url_or_default(base, kind.into());
-        let same = same_kind
+        let is_same = same_kind
             && base_url == base_url_or_default(self.base_url.as_deref(), self.kind.into());
         let has_key = model.api_key_env.is_some() || model.api_key_file.is_some();
         // A key is sent only to the endpoint it was meant for.
         let key = if has_key {
             api_key_source(model.api_key_env.as_deref(), model.api_key_file.clone(), kind)
-        } else if same {
+        } else if is_same {
             api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
         } else if base_url == base_url_or_default(None, kind.into()) {
             api_key_source(None, None, kind)

@@ -526,8 +526,8 @@ impl CommandHandler {
 
 fn unknown_outcome_fault(tool_name: &str) -> Fault {
     let message = format!(
-        "{tool_name} was begun before and its result is not known: it may have happened, and was \
-         not begun again"
+        "{tool_name} was started before and its result is unknown: it may have taken effect and \
+         was not started again"
     );
     Fault::new(Code::OutcomeUnknown, message)
 }
@@ -535,7 +535,7 @@ fn unknown_outcome_fault(tool_name: &str) -> Fault {
 /// Returns the result for a call that has already ended by timeout or cancellation. Its effect is
 /// no longer expected, so the tool does not run.
 fn not_started_result(tool_name: &str) -> ToolJobResult {
-    let message = format!("{tool_name} was not begun: its call has ended");
+    let message = format!("{tool_name} was not started: its call has ended");
     let fault = Fault::new(Code::Canceled, message).without_side_effect();
     ToolJobResult { status: ToolStatus::Canceled, ..ToolJobResult::failed(fault) }
 }

@@ -71,7 +71,7 @@ impl PostgresWriter {
         }
         self.queue.try_send(change).map_err(|refused| {
             let reason = match refused {
-                mpsc::error::TrySendError::Full(_) => "too much waits to be written",
+                mpsc::error::TrySendError::Full(_) => "the write queue is full",
                 mpsc::error::TrySendError::Closed(_) => "the writer has stopped",
             };
             StoreError::Unavailable(reason.to_owned())
@@ -127,7 +127,7 @@ impl WriterTask {
             }
             let _ = self.connection.session.batch_execute("ROLLBACK").await;
             if size == 1 {
-                tracing::error!(why = broke.message(), "a change was refused by PostgreSQL");
+                tracing::error!(why = broke.message(), "PostgreSQL refused a change");
                 let error = broke.into_store_error();
                 return group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
             }
@@ -262,8 +262,8 @@ enum CommitFate {
     Unknown,
 }
 
-const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL answered: look whether it was \
-     done before you do it again";
+const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL answered: check \
+     whether the change was made before you repeat it";
 const LEASE_LOST: &str = "another toolcrib has served this database since the connection was lost; \
      restart this one";
 

@@ -94,7 +94,7 @@ pub(super) fn parse_checked_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T,
     if bytes.get(begin) != Some(&b'{') {
         serde_json::from_slice::<IgnoredAny>(bytes)
             .map_err(|error| unreadable_body(error.into()))?;
-        let reason = "the body must be a JSON object; another value begins";
+        let reason = "the body must be a JSON object; another value starts";
         let message = JsonError::at_offset(bytes, begin, reason).to_string();
         return Err(Error::refused(Code::BadRequest, message).into());
     }
@@ -147,11 +147,10 @@ pub(super) async fn read_body_prefix(
     let until = tokio::time::Instant::now() + BODY_TIMEOUT;
     let slow = |_| {
         let seconds = BODY_TIMEOUT.as_secs();
-        Error::refused(Code::BadRequest, format!("the body took longer than {seconds} s to come"))
+        Error::refused(Code::BadRequest, format!("the body did not arrive within {seconds} s"))
     };
     while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
-        let chunk =
-            chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
+        let chunk = chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended early"))?;
         received += chunk.len();
         if body.len() <= limit {
             body.extend_from_slice(&chunk);

@@ -428,7 +428,7 @@ where
 pub(super) fn parse_reported_fault(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message = match error {
-        None | Some(Value::Null) => "the tool failed and did not say why".to_owned(),
+        None | Some(Value::Null) => "the tool failed and gave no reason".to_owned(),
         Some(Value::String(message)) => message.clone(),
         Some(other) => text("message").map_or_else(|| other.to_string(), str::to_owned),
     };

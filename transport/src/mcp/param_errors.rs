@@ -1,5 +1,5 @@
 //! Explains requests that rmcp could not parse. Without this module, an MCP client that forgot a
-//! field would be told that the method does not exist.
+//! field would be answered that the method does not exist.
 
 use rmcp::ErrorData;
 use rmcp::model::{
@@ -32,7 +32,7 @@ pub(super) fn explain_rejection(request: &CustomRequest) -> ErrorData {
             return ErrorData::new(ErrorCode::METHOD_NOT_FOUND, message, None);
         }
     };
-    let wrong = wrong.unwrap_or_else(|| "they are not as MCP has them".to_owned());
+    let wrong = wrong.unwrap_or_else(|| "they violate the MCP specification".to_owned());
     ErrorData::invalid_params(format!("the params of {method} cannot be read: {wrong}"), None)
 }
 

@@ -8,7 +8,7 @@
 //! The AI SDK (`@ai-sdk/mcp`, up to 2.0) differs: it does not resume the stream of a call, but it
 //! reconnects the stream of its session and accepts a response there. The ids of its open calls are
 //! therefore sent on that stream, in an event that it ignores, and the responses follow the
-//! reconnection. In revision 2026-07-28 it has no such stream, so it is told to initialize.
+//! reconnection. In revision 2026-07-28 it has no such stream, so it is instructed to initialize.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -39,7 +39,7 @@ use super::tool_result;
 const LAST_EVENT_ID: &str = "last-event-id";
 
 /// Maximum number of open calls whose ids are sent on the stream of a session. The oldest ones are
-/// left out: a header of common size holds about this many.
+/// omitted: a header of common size holds about this many.
 const MAX_TRACKED_CALLS: usize = 16;
 
 /// Begins the ids of events on the stream of a session.

@@ -150,9 +150,8 @@ impl ServerHandler for McpHandler {
                 Implementation::new("toolcrib", env!("CARGO_PKG_VERSION")).with_title("Toolcrib"),
             )
             .with_instructions(
-                "Every call is a durable ticket: it goes on when you hang up, and its result is \
-                 kept. A call that takes long answers with its ticket; ask for the result with \
-                 call.result.",
+                "Every call is a durable ticket: it continues when you disconnect, and its result \
+                 is stored. A slow call returns its ticket; get the result with call.result.",
             )
     }
 

@@ -75,7 +75,7 @@ impl SessionKey {
     fn issue(&self, caller: &Caller, params: Option<InitializeRequestParams>) -> String {
         let random = || ulid::Ulid::generate().random();
         let nonce = format!("{:x}{:x}", random(), random());
-        // Icons and titles are left out.
+        // Icons and titles are omitted.
         let params = params.map(|mut params| {
             let client = params.client_info;
             params.client_info = Implementation::new(client.name, client.version);

@@ -199,9 +199,9 @@ fn build_list(
     let reuse = |entry: &Arc<CatalogEntry>| {
         let name = entry.definition.name.as_str();
         let index = previous.binary_search_by(|listed| listed.name().cmp(name)).ok()?;
-        let same =
+        let is_same =
             previous[index].entry.as_ref().is_some_and(|previous| Arc::ptr_eq(previous, entry));
-        same.then(|| previous[index].clone())
+        is_same.then(|| previous[index].clone())
     };
     let mut tools: Vec<ToolListEntry> = Vec::new();
     for entry in engine.registry().tools(caller) {

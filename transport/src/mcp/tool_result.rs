@@ -206,7 +206,8 @@ pub(super) fn error_result(
 ) -> CallToolResult {
     let again = match (fault.code, fault.side_effect) {
         (_, SideEffect::Possible) if is_irreversible => {
-            "it may have happened, so a retry is not safe: the same call may do it a second time"
+            "it may have taken effect, so a retry is not safe: the same call may do it a second \
+             time"
         }
         _ if fault.retryable => "the same call can succeed later",
         // The caller should check whether the effect happened before calling again.
@@ -273,18 +274,16 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
     let questions = call.elicitation.as_ref().filter(|_| call.waits_for_input());
     let questions = questions.map(|elicitation| &elicitation.unanswered);
     let state = match (call.status, questions) {
-        (Status::Pending, Some(_)) => {
-            "waits for an answer to what it has asked, which a person must give,"
-        }
+        (Status::Pending, Some(_)) => "waits for input that a person must give",
         (Status::Pending, None) => "waits to be executed",
         _ => "is being executed",
     };
     let described =
         questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
     let text = format!(
-        "{} {state} and will go on. Its ticket is {id}.{described} To get the result, call the tool \
-         \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} again for the same \
-         purpose: that would be a second call.",
+        "{} {state} and continues in the background. Its ticket is {id}.{described} To get the \
+         result, call the tool \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} \
+         again for the same purpose: that would be a second call.",
         call.tool_name, call.tool_name
     );
     let mut ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
@@ -311,10 +310,10 @@ fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
     let (id, texts) = (&call.id, texts.collect::<Vec<_>>().join("; "));
     format!(
         " It asks {texts}. A person answers over HTTP, with POST /v1/tool_calls/{id}/answer and \
-         {{\"answers\": {{KEY: {{\"action\": \"accept\", \"content\": {{…}}}}}}}}, or on the command \
-         line, with: toolcrib calls answer {id} --question KEY FIELD=VALUE. An MCP client that \
-         supports elicitation or tasks gets the questions itself. Without an answer, the call ends \
-         {} s after it asked.",
+         {{\"answers\": {{KEY: {{\"action\": \"accept\", \"content\": {{…}}}}}}}}, or on the \
+         command line, with: toolcrib calls answer {id} --question KEY FIELD=VALUE. An MCP client \
+         that supports elicitation or tasks gets the questions itself. Without an answer, the call \
+         ends {} s after this request.",
         call.input_timeout_ms / 1_000
     )
 }
@@ -322,7 +321,7 @@ fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
 /// Returns a link to a call's full result.
 fn result_link(call: &Call, bytes: usize) -> ContentBlock {
     let resource = Resource::new(result_uri(&call.id), format!("result of {}", call.tool_name))
-        .with_description("The whole result; the text beside this link is a digest of it")
+        .with_description("The whole result; the text next to this link is a digest of it")
         .with_mime_type("application/json")
         .with_size(bytes as u64);
     ContentBlock::resource_link(resource)

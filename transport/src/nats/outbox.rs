@@ -195,7 +195,9 @@ async fn publish_message(
 ) -> Result<(), NatsPublishError> {
     let subject = format!("cg.{}.{}", nats.version(), message.subject);
     if subject::parse(&subject).is_none() || !subject.split('.').all(is_token) {
-        return Err(NatsPublishError::Invalid(format!("\"{subject}\" is no subject of ours")));
+        return Err(NatsPublishError::Invalid(format!(
+            "\"{subject}\" is not a subject of this server"
+        )));
     }
     let (headers, payload) = wire::encode_outbox_message(nats.version(), message);
     nats.publish(subject, headers, payload.to_string().into_bytes(), &message.id).await

@@ -31,7 +31,7 @@ impl ElicitationRequest {
     /// Returns the reason why the request is invalid, if any.
     pub fn find_problem(&self) -> Option<String> {
         if self.questions.is_empty() {
-            return Some("the tool asks, and says not what".to_owned());
+            return Some("the tool requested input without a question".to_owned());
         }
         if self.questions.len() > MAX_QUESTIONS {
             return Some(format!("the tool asks more than {MAX_QUESTIONS} questions at once"));

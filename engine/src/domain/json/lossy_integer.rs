@@ -36,8 +36,8 @@ fn string_end(bytes: &[u8], at: usize) -> usize {
 fn loses_precision(number: &str) -> bool {
     let whole = !number.contains(['.', 'e', 'E']);
     let fits_64_bits = || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
-    let near = || number.parse().map_or(String::new(), |near: f64| format!("{near:.0}"));
-    whole && !fits_64_bits() && near() != number
+    let rounded = || number.parse().map_or(String::new(), |rounded: f64| format!("{rounded:.0}"));
+    whole && !fits_64_bits() && rounded() != number
 }
 
 #[cfg(test)]

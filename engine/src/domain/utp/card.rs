@@ -304,7 +304,7 @@ const CODE_IN_DETAIL: &str = "toolcrib_code";
 pub fn fault_from_error(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message: String =
-        text("message").unwrap_or("the tool did not say why").chars().take(8_000).collect();
+        text("message").unwrap_or("the tool gave no reason").chars().take(8_000).collect();
     let code = text("code").unwrap_or_default();
     let mut fault = Fault::new(Code::parse(code).unwrap_or(Code::RuntimeError), message);
     if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {

@@ -64,8 +64,8 @@ pub fn expand_target(text: &str, version: &str, project: &str) -> Result<String,
     }
     if parts.suffix.contains('.') {
         return Err(format!(
-            "target_subject \"{text}\" has more than one part behind <target>; a tool service \
-             listens for one"
+            "target_subject \"{text}\" has more than one part after <target>; a tool service \
+             subscribes to one"
         ));
     }
     if parts.version != version {

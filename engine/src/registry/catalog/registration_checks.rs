@@ -21,9 +21,9 @@ pub(super) fn check_registration(
         let limit = limits.max_clients_per_project;
         if clients.filter(|client| client.project == caller.project).count() >= limit {
             let message = format!(
-                "the project would have more than {limit} clients, and they are kept: register \
-                 under the same client_id at every start, and take back those that are gone for \
-                 good (DELETE /internal/clients/CLIENT_ID)"
+                "the project would have more than {limit} clients, which stay registered: use the \
+                 same client_id at every start, and unregister unused clients (DELETE \
+                 /internal/clients/CLIENT_ID)"
             );
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
@@ -67,7 +67,10 @@ fn registration_conflict(
     if let Some(meant) =
         catalog.shared_tools.keys().find(|shared| model_tool_names::name_for_model(shared) == *name)
     {
-        let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
+        let message = format!(
+            "\"{name}\" is the model-facing name of \"{meant}\"; choose another \
+                               name"
+        );
         return Some(message);
     }
     let existing = &catalog.project_tools.get(&caller.project, name)?.definition;

@@ -22,7 +22,8 @@ pub(super) struct Table<'n, 'a> {
 }
 
 impl<'n, 'a> Table<'n, 'a> {
-    /// Interprets an array as a table if it is one. `beside` is the object that contains the array.
+    /// Interprets an array as a table if it is one. `container` is the object that contains the
+    /// array.
     pub(super) fn detect(
         list: &'n SampleArray<'a>,
         container: Option<&SampleObject<'a>>,

@@ -19,7 +19,7 @@ const MAX_QUERY_WORDS: usize = 24;
 /// Maximum number of hits evaluated in one block.
 const MAX_HITS: usize = 48;
 
-/// Words that make a block relevant whatever the query is.
+/// Words that make a block relevant regardless of the query.
 const SALIENT: [&str; 22] = [
     "error",
     "fail",
@@ -233,7 +233,7 @@ fn write_omission_mark(out: &mut String, count: usize, line: usize) {
     }
     // If a line is shown in part, that line is the omitted one.
     let count = count.max(1);
-    let _ = writeln!(out, "[… {count} lines left out, offset {line}]");
+    let _ = writeln!(out, "[… {count} lines omitted, offset {line}]");
 }
 
 /// Moves an end offset back to the end of a line unless that loses too much.

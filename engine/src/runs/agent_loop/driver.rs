@@ -419,7 +419,7 @@ impl<'a> AgentLoop<'a> {
         Ok(count)
     }
 
-    /// Returns the final answer at a limit, whatever the reply to the last request contains.
+    /// Returns the final answer at a limit, regardless of the reply to the last request.
     fn finish_at_limit(
         &self,
         conversation: &mut Conversation,

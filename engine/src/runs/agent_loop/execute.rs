@@ -245,7 +245,7 @@ impl Runs {
                     ended.push(call.clone());
                 }
                 Err(error) if error.code() == Code::NotFound => {
-                    let content = "it was purged before it could be told";
+                    let content = "it was purged before its result was delivered";
                     purged.push((call.clone(), content.to_owned()));
                 }
                 Err(error) => return Err(error),

@@ -78,7 +78,7 @@ pub(super) fn fallback_answer(stop_reason: StopReason, progress: &RunProgress) -
         StopReason::Steps => "the limit of steps was reached",
         StopReason::Calls => "the limit of tool calls was reached",
         StopReason::Tokens => "the limit of tokens was reached",
-        StopReason::Time => "the time was over",
+        StopReason::Time => "the time limit was reached",
         StopReason::Repeats => "the same tool calls were repeated again and again",
         StopReason::Failures => "tool calls failed again and again",
     };
@@ -290,7 +290,10 @@ pub fn check_messages(messages: &[Value]) -> Result<(), Fault> {
         }
         if role == Some("tool") && !message.get("tool_call_id").is_some_and(Value::is_string) {
             let pointer = format!("/messages/{n}/tool_call_id");
-            return refused(pointer, "a message of a tool says which call it answers");
+            return refused(
+                pointer,
+                "a tool message needs the tool_call_id of the call it answers",
+            );
         }
     }
     Ok(())

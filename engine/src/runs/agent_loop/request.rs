@@ -129,10 +129,8 @@ impl ModelRequester<'_> {
         }
         let (reason, is_transient) = match reply.finish_reason {
             FinishReason::ContentFilter => ("its content filter stopped the answer", false),
-            FinishReason::Length => {
-                ("its limit of tokens was reached before it said anything", false)
-            }
-            FinishReason::Stop | FinishReason::ToolCalls => ("it answered with nothing", true),
+            FinishReason::Length => ("its token limit was reached before any text", false),
+            FinishReason::Stop | FinishReason::ToolCalls => ("the answer was empty", true),
         };
         Err(model_error(format!("the model gave no answer: {reason}"), is_transient))
     }
@@ -165,13 +163,13 @@ fn too_many_calls() -> ModelError {
 }
 
 fn reply_timed_out(within_ms: u64) -> ModelError {
-    model_error(format!("the model gave no whole answer within {within_ms} ms"), true)
+    model_error(format!("the model gave no complete answer within {within_ms} ms"), true)
 }
 
 /// Adds the number of attempts to the error and sets the common fault code.
 fn with_attempt_count(mut error: ModelError, attempts: u32) -> ModelError {
     if attempts > 1 {
-        error.fault.message = format!("{} (asked {attempts} times)", error.fault.message);
+        error.fault.message = format!("{} ({attempts} attempts)", error.fault.message);
     }
     error.fault.code = Code::UpstreamUnavailable;
     error

@@ -51,7 +51,7 @@ impl PriorResults {
             pending.push(PendingCall { tool_call_id, call_id, name });
         }
         let (ended, _) = engine.render_late_results(caller, &pending, budget).await?;
-        let still_open = "it was begun, goes on, and its tool has been withdrawn";
+        let still_open = "it was started and is still running; its tool was removed";
         let mut contents: HashMap<usize, String> =
             indexes.values().map(|index| (*index, still_open.to_owned())).collect();
         for (call, content) in ended {

@@ -97,7 +97,7 @@ async fn summarize_call(
     }
     let data = call.outcome.as_ref()?.data.clone()?;
     let head = format!(
-        "[summary of {} by a model: the result is {} bytes, and is kept whole. Read any part: \
+        "[summary of {} by a model; the full result of {} bytes is stored. Read any part: \
          result.read {{\"tool_call_id\":\"{}\"}}]\n",
         call.tool_name,
         data.text().len(),

@@ -180,8 +180,8 @@ impl ConversationCall<'_> {
                 let since = self.call.created_ms.map(|at_ms| format_elapsed(at_ms, now_ms));
                 let since = since.map(|span| format!(" for {span} now")).unwrap_or_default();
                 format!(
-                    "still running{mode}{since}; you will be told its result when it has come, \
-                     do not call it again for it"
+                    "still running{mode}{since}; its result follows when it has ended, do not call \
+                     it again for it"
                 )
             }
         }

@@ -60,7 +60,7 @@ async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult 
             GetStreamErrorKind::JetStream(reason)
                 if reason.error_code() == ErrorCode::STREAM_NOT_FOUND =>
             {
-                "the first start makes the streams".to_owned()
+                "the first start creates the streams".to_owned()
             }
             _ => {
                 let message =

@@ -307,7 +307,7 @@ fn describe_source(source: &Value) -> String {
                     true => reason.to_owned(),
                     false => format!("{tool}: {reason}"),
                 };
-                format!("\n  left out: {}", sanitize_line(&line))
+                format!("\n  skipped: {}", sanitize_line(&line))
             });
             format!("{name} is ready: {tools} tools, {name}.…{}", skipped_note.collect::<String>())
         }
@@ -342,7 +342,10 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
                         "tools": tools })
                 })
                 .collect();
-            output.print_note("no server answers: what is stored is shown, and not how it is");
+            output.print_note(
+                "no server is running: showing the stored configuration without live \
+                               state",
+            );
             json!({ "sources": sources })
         }
     };
@@ -357,7 +360,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
         let problem = source["problem"].as_str().map(str::to_owned);
         let waits = (pending > 0).then(|| format!("{pending} to accept"));
         let skipped = source["skipped"].as_array().map_or(0, Vec::len);
-        let skipped_note = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
+        let skipped_note = (skipped > 0).then(|| format!("{skipped} skipped: toolcrib mcp show"));
         vec![
             str_member(source, "name").to_owned(),
             str_member(source, "state").to_owned(),
@@ -394,7 +397,7 @@ fn require_server(target: &McpServersTarget) -> Result<&ApiClient, CommandFailur
         McpServersTarget::Server(client) => Ok(client),
         McpServersTarget::Directory { .. } => {
             let message =
-                "no server answers here, and only a running one knows how its sources are";
+                "no server is running, and only a running server has the state of its sources";
             Err(CommandFailure::new(exit::UNREACHABLE, "UNREACHABLE", message)
                 .hint("start it, or name it with --server URL --key KEY"))
         }

@@ -83,17 +83,17 @@ impl RunView {
                 self.reset_answer();
                 let wait = format_duration(u64_member(event, "wait_ms").unwrap_or_default());
                 let reason = sanitize_line(str_member(&event["error"], "message"));
-                self.note(&format!("{reason}; asking again in {wait}"), TextStyle::Warning);
+                self.note(&format!("{reason}; retrying in {wait}"), TextStyle::Warning);
                 Ok(())
             }
             "run.replied" => self.show_reply(event),
             "run.waiting" => {
-                self.note("waiting for results that come late", TextStyle::Dim);
+                self.note("waiting for late results", TextStyle::Dim);
                 Ok(())
             }
             "run.late" => {
                 let name = sanitize_line(str_member(event, "name"));
-                self.note(&format!("{name}: its result has come"), TextStyle::Success);
+                self.note(&format!("{name}: result received"), TextStyle::Success);
                 Ok(())
             }
             "run.finished" => self.show_finished(event, at_ms),
@@ -123,7 +123,7 @@ impl RunView {
                 let detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
                 let retryable = error["retryable"] == true;
                 let hint = format!(
-                    "everything so far is kept; toolcrib run --resume {} goes on",
+                    "everything so far is stored; continue with: toolcrib run --resume {}",
                     self.run_id
                 );
                 let failure = CommandFailure::new(exit::FAILURE, code, message).hint(hint);
@@ -139,7 +139,7 @@ impl RunView {
         }
         self.reset_answer();
         self.skips_deltas = true;
-        self.note("stream lost; connecting again", TextStyle::Warning);
+        self.note("stream lost; reconnecting", TextStyle::Warning);
     }
 
     /// Starts a new answer, of which nothing has been printed.
@@ -178,10 +178,7 @@ impl RunView {
             // The printed text is not the start of the answer: this subscriber missed deltas.
             None => {
                 self.end_line()?;
-                self.note(
-                    "words are missing above; the answer from its beginning:",
-                    TextStyle::Dim,
-                );
+                self.note("text is missing above; the complete answer:", TextStyle::Dim);
                 self.print_delta(whole)?;
             }
         }

@@ -191,7 +191,7 @@ async fn a_retry_delay_beyond_the_deadline_fails_the_call() {
         let refused = call(&server.operator(), "fixture.pay", json!({})).await;
         assert_eq!(refused["error"]["code"], "RATE_LIMITED", "{refused}");
         assert_eq!(refused["error"]["detail"]["retry_after_ms"], 86_400_000, "{refused}");
-        assert!(refused.to_string().contains("HTTP 429, to come again after 86400 s"), "{refused}");
+        assert!(refused.to_string().contains("HTTP 429, retry after 86400 s"), "{refused}");
         assert_eq!(calls.load(Ordering::SeqCst), 1);
         assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     }

@@ -155,11 +155,11 @@ pub fn apply(op: BinaryOperator, left: Value, right: Value) -> Result<Value, Str
         BinaryOperator::Or => Ok(Value::Bool(to_bool(left, "||")? || to_bool(right, "||")?)),
         BinaryOperator::And => Ok(Value::Bool(to_bool(left, "&&")? && to_bool(right, "&&")?)),
         BinaryOperator::Equal | BinaryOperator::NotEqual => {
-            let same = match (left, right) {
+            let is_same = match (left, right) {
                 (Value::Bool(a), Value::Bool(b)) => a == b,
                 _ => compare(left, right, &expression)? == Ordering::Equal,
             };
-            Ok(Value::Bool(same == (op == BinaryOperator::Equal)))
+            Ok(Value::Bool(is_same == (op == BinaryOperator::Equal)))
         }
         BinaryOperator::Less => Ok(Value::Bool(compare(left, right, &expression)?.is_lt())),
         BinaryOperator::LessEqual => Ok(Value::Bool(compare(left, right, &expression)?.is_le())),

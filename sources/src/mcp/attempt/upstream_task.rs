@@ -19,7 +19,8 @@ use super::{McpResumeState, UpstreamAttempt, outcome};
 use crate::mcp::connection::LiveConnection;
 use crate::mcp::upstream::in_flight::CANCEL_TIMEOUT;
 
-/// Bounds and default of the polling interval in milliseconds, whatever the upstream asks for.
+/// Bounds and default of the polling interval in milliseconds, regardless of the upstream's
+/// request.
 const MIN_POLL_MS: u64 = 50;
 const MAX_POLL_MS: u64 = 30_000;
 const DEFAULT_POLL_MS: u64 = 1_000;
@@ -97,7 +98,7 @@ impl UpstreamAttempt {
                 },
                 Err(ServiceError::McpError(error)) if is_task_lost(error.code) => {
                     let message = format!(
-                        "{} does not know its task any more ({}): what became of it is unknown",
+                        "{} no longer knows its task ({}): the outcome is unknown",
                         self.upstream.settings.name,
                         self.upstream.redact(&error.message)
                     );
@@ -142,7 +143,7 @@ impl UpstreamAttempt {
                     Ok(result) => outcome::outcome_from_result(&self.attempt, result),
                     Err(_) => {
                         let name = &self.upstream.settings.name;
-                        let message = format!("the task of {name} ended with what is no result");
+                        let message = format!("the task of {name} ended with an invalid result");
                         Err(outcome::malformed_answer_fault(&self.attempt, message))
                     }
                 };

@@ -27,7 +27,7 @@ impl FloodFlag {
     /// Returns the problem, if the upstream flooded the connection.
     pub(super) fn problem(&self) -> Option<String> {
         let limit = UNSOLICITED_PER_SECOND;
-        let describe = || format!("it floods: more than {limit} messages a second, unasked");
+        let describe = || format!("it sent more than {limit} unsolicited messages per second");
         self.0.lock().then(describe)
     }
 }

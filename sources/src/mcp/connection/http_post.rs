@@ -1,8 +1,8 @@
 //! One POST of the MCP protocol, as the `StreamableHttpClient` that `rmcp` 3.8.0 implements for
 //! `reqwest::Client` makes it, with what that one lacks:
 //!
-//! - A size limit of responses that are not streams. `rmcp` reads them whole, whatever their size
-//!   (test `upstreams::bad::an_oversized_http_response_is_rejected`).
+//! - A size limit of responses that are not streams. `rmcp` reads them whole, regardless of their
+//!   size (test `upstreams::bad::an_oversized_http_response_is_rejected`).
 //! - The capture of tool lists as they were written, see `raw_tool_list` (test
 //!   `upstreams::odd::unreadable_tools_are_skipped_by_name_and_the_others_work`).
 //! - An error for a response to another request. `rmcp` drops it, and the call waits for its
@@ -187,7 +187,7 @@ impl McpPostRequest<'_> {
         let rest = self.tool_list_capture().and_then(|capture| capture.capture_response(body));
         let body = rest.as_ref().map_or(body, |rest| rest.as_bytes());
         match serde_json::from_slice::<ServerJsonRpcMessage>(body) {
-            // `rmcp` would drop a response with another id, and the request would wait for ever.
+            // `rmcp` would drop a response with another id, and the request would wait forever.
             Ok(JsonRpcMessage::Response(answer))
                 if self.request_id().is_some_and(|id| id != answer.id) =>
             {

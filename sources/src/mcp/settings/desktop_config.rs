@@ -70,15 +70,14 @@ fn parse_desktop_server(
         return Err(McpSettingsError {
             field: "type",
             why: format!(
-                "of \"{name}\" is sse, the transport of 2024-11-05, which is not spoken here: give \
-                 its address for streamable HTTP, with the type http"
+                "of \"{name}\" is sse, the transport of 2024-11-05, which is not supported: give \
+                 its URL for streamable HTTP, with the type http"
             ),
         });
     }
     if !off && !list("includeTools")?.is_empty() {
         let reason = format!(
-            "of \"{name}\" cannot be taken over, since tools are switched off here one by one: \
-             name those in excludeTools"
+            "of \"{name}\" cannot be imported: name the tools to switch off in excludeTools"
         );
         return Err(McpSettingsError { field: "includeTools", why: reason });
     }

@@ -32,8 +32,8 @@ pub struct McpOauthSettings {
     /// Scopes to request. Default: those that the server requires.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub scopes: Vec<String>,
-    /// The only issuer to trust, whatever the server names. Default: a client with a secret stays
-    /// with the first issuer that the server names.
+    /// The only issuer to trust, regardless of what the server names. Default: a client with a
+    /// secret stays with the first issuer that the server names.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub issuer: Option<String>,
     /// URL of the client's metadata (`https://…`), for issuers that accept it instead of a
@@ -107,13 +107,13 @@ impl McpOauthSettings {
             return wrong("has an algorithm only with a private_key");
         }
         if !self.scopes.iter().all(|scope| is_scope(scope)) {
-            return wrong("has a scope that is none: no spaces, quotes or backslashes");
+            return wrong("has an invalid scope: no spaces, quotes or backslashes");
         }
         let urls = [("issuer", &self.issuer), ("client_metadata_url", &self.client_metadata_url)];
         for (field, url) in urls {
             let parsed = url.as_deref().map(reqwest::Url::parse);
             if parsed.is_some_and(|url| !url.is_ok_and(|url| url.has_host())) {
-                return wrong(&format!("has an {field} that is no URL"));
+                return wrong(&format!("has an {field} that is not a URL"));
             }
         }
         Ok(())

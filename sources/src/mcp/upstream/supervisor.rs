@@ -41,7 +41,8 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 /// Reasons for which Toolcrib closes a connection.
 const SIGNED_OUT: &str = "it was signed out";
-const AMBIGUOUS_ELICITATION: &str = "it asked something that may be of a call which was given up";
+const AMBIGUOUS_ELICITATION: &str =
+    "it requested input that may belong to a call that was given up";
 
 impl UpstreamServer {
     /// Runs until `stop` is canceled.
@@ -59,7 +60,7 @@ impl UpstreamServer {
                 AssertUnwindSafe(self.run_connection(&*registry, older)).catch_unwind().await;
             let (reached, reason) = tried.unwrap_or_else(|_| {
                 tracing::error!(upstream = self.settings.name, "the supervisor panicked");
-                (false, "a fault of Toolcrib's own; the server's log has it".to_owned())
+                (false, "an internal error of Toolcrib; see the server's log".to_owned())
             });
             self.set_connection(None);
             if self.stop.is_cancelled() {
@@ -138,7 +139,7 @@ impl UpstreamServer {
             state.next_try_ms = Some(now_ms() + wait.as_millis() as u64);
             let last = self.stderr.last();
             state.problem = Some(match last.filter(|_| self.settings.command.is_some()) {
-                Some(line) => format!("{reason}; it last said: {line}"),
+                Some(line) => format!("{reason}; its last output: {line}"),
                 None => reason,
             });
         }
@@ -339,7 +340,7 @@ impl UpstreamServer {
         let limit = self.connect_timeout();
         let listing = tokio::time::timeout(limit, list_tools(peer, capture)).await;
         let list = listing
-            .map_err(|_| format!("its list of tools did not come within {limit:?}"))?
+            .map_err(|_| format!("it sent no tool list within {limit:?}"))?
             .map_err(|reason| self.redact(&reason))?;
         let (project, name) = (&self.settings.project, &self.settings.name);
         let (mut readable, mut unreadable) = (Vec::new(), Vec::new());
@@ -378,10 +379,10 @@ impl UpstreamServer {
         offered: &BTreeMap<String, ToolDefinition>,
     ) -> BTreeMap<String, ToolDefinition> {
         let unusable = self.rejected_tools.lock();
-        let same = |name: &str, tool: &ToolDefinition| {
+        let is_same = |name: &str, tool: &ToolDefinition| {
             unusable.get(name).is_some_and(|(refused, _)| refused == tool)
         };
-        let fine = offered.iter().filter(|(name, tool)| !same(name, tool));
+        let fine = offered.iter().filter(|(name, tool)| !is_same(name, tool));
         fine.map(|(name, tool)| (name.clone(), tool.clone())).collect()
     }
 
@@ -392,8 +393,8 @@ impl UpstreamServer {
         offered: &BTreeMap<String, ToolDefinition>,
     ) -> Vec<(String, String)> {
         let unusable = self.rejected_tools.lock();
-        let same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
-        same.map(|(name, (_, reason))| (name.clone(), reason.clone())).collect()
+        let is_same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
+        is_same.map(|(name, (_, reason))| (name.clone(), reason.clone())).collect()
     }
 
     /// Registers these tools. Returns those that the registry rejected, with the reasons.
@@ -484,6 +485,6 @@ async fn list_tools(
         Err(ServiceError::McpError(error)) if error.code == ErrorCode::METHOD_NOT_FOUND => {
             Ok(Vec::new())
         }
-        listed => listed.map_err(|error| format!("its list of tools cannot be had: {error}")),
+        listed => listed.map_err(|error| format!("cannot get its tool list: {error}")),
     }
 }

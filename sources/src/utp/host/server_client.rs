@@ -169,7 +169,7 @@ impl ServerClient {
             return wrong(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
         }
         if card["content"]["__type__"] != "ToolCallContent" {
-            return wrong(format!("the content of card \"{card_id}\" is no ToolCallContent"));
+            return wrong(format!("the content of card \"{card_id}\" is not a ToolCallContent"));
         }
         let id = card["tool_call_id"].as_str().unwrap_or_default();
         if !id.is_empty() && id != command.tool_call_id {
@@ -359,7 +359,7 @@ impl ServerClient {
     /// Stores a command that can be neither executed nor answered as a dead letter.
     pub(super) async fn dead_letter(&self, message: &Message, reason: &str) -> ReportOutcome {
         let Some(parts) = toolcrib::domain::utp::subject::parse(&message.subject) else {
-            return ReportOutcome::Rejected("its subject is not one of ours".to_owned());
+            return ReportOutcome::Rejected("its subject is not one of this server".to_owned());
         };
         let mut dead_letter = json!({
             "reason": "malformed",

@@ -97,7 +97,7 @@ pub(super) async fn complete(
 
 fn check_fields(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     if fields.take("n").is_some_and(|n| n != 1) {
-        return Err(invalid_field("n", "must be 1: one answer is given"));
+        return Err(invalid_field("n", "must be 1: only one choice is supported"));
     }
     for old in ["functions", "function_call"] {
         if fields.take(old).is_some() {

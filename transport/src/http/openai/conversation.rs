@@ -2,8 +2,9 @@
 //! over Toolcrib's tools until there is a response for the caller.
 //!
 //! A caller sees none of the calls of Toolcrib's tools, so it cannot send them back. If the model
-//! calls the caller's own tools after or beside Toolcrib's, Toolcrib saves the messages that the
-//! caller does not see (a saved conversation) and puts its id into the call ids that it returns:
+//! calls the caller's own tools after or together with Toolcrib's, Toolcrib saves the messages that
+//! the caller does not see (a saved conversation) and puts its id into the call ids that it
+//! returns:
 //! `call_CONVERSATION_0`. When the caller returns the results, the saved messages replace the
 //! caller's message with these calls.
 
@@ -304,28 +305,24 @@ impl OpenAiConversation {
         let next =
             run_steps(&mut agent_loop, &mut self.conversation, self.wait, &checkpoints).await?;
         drop(agent_loop);
-        let (text, calls, finish_reason, closing) = match next {
+        let (text, calls, finish_reason, limit) = match next {
             StepOutcome::Answered(answer) => (
                 answer.text,
                 Vec::new(),
                 answer.finish_reason,
-                answer.stop_reason.map(|c| c.as_str()),
+                answer.stop_reason.map(|reason| reason.as_str()),
             ),
             StepOutcome::CallerToolCalls(calls) => {
                 let calls = self.save_unseen_messages(calls).await?;
+                let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 // A response that was cut off may contain calls with incomplete arguments.
                 let finish_reason = *finish_reason.lock();
-                (
-                    last_assistant_text(&self.conversation.messages[self.known_messages..]),
-                    calls,
-                    finish_reason,
-                    None,
-                )
+                (text, calls, finish_reason, None)
             }
             StepOutcome::AwaitingResults | StepOutcome::Continue => {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
-                let goes_on = || "It goes on in the background.".to_owned();
-                let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(goes_on);
+                let still_running = || "It continues in the background.".to_owned();
+                let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
                 (text, Vec::new(), FinishReason::Stop, None)
             }
         };
@@ -333,7 +330,7 @@ impl OpenAiConversation {
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
         let metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
-            "tool_calls": *call_summaries.lock(), "limit_reached": closing });
+            "tool_calls": *call_summaries.lock(), "limit_reached": limit });
         let messages = std::mem::take(&mut self.conversation.messages);
         let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
@@ -400,7 +397,7 @@ async fn restore_unseen_messages(
     let goes_on_from = last_message.and_then(saved_conversation_id);
     for message in messages {
         let id = saved_conversation_id(&message).filter(|id| newest.contains(id));
-        // Calls of one step that come back in several messages still belong to one step.
+        // Calls of one step that return in several messages still belong to one step.
         if id.as_ref().is_some_and(|id| restored.contains(id)) {
             continue;
         }

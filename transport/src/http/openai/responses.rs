@@ -116,7 +116,7 @@ fn response_not_found(id: &str) -> OpenAiError {
     let excerpt: String = id.chars().filter(|c| !c.is_control()).take(80).collect();
     let detail = json!({ "pointer": "/previous_response_id",
         "code": "previous_response_not_found" });
-    let message = format!("there is no response \"{excerpt}\" to go on from");
+    let message = format!("there is no response \"{excerpt}\" to continue from");
     Fault::new(Code::NotFound, message).without_side_effect().with_detail(detail).into()
 }
 
@@ -125,7 +125,7 @@ fn translate_settings(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     if fields.0.get("background") == Some(&Value::Bool(true)) {
         return Err(invalid_field(
             "background",
-            "is not supported: POST /v1/runs goes on by itself",
+            "is not supported: POST /v1/runs runs in the background",
         ));
     }
     for unknown in ["conversation", "prompt"] {

@@ -265,7 +265,7 @@ impl ValidatedDefinition {
             return Err(bad_request(message));
         }
         if self.name == IMPORT_SEGMENT {
-            return Err(bad_request("import cannot be a tool's name: it is the way to import"));
+            return Err(bad_request("import cannot be a tool name: the route for imports has it"));
         }
         let after_execution: AfterExecution = self
             .after_execution

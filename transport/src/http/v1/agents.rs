@@ -301,7 +301,7 @@ pub(super) async fn suspend(
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
     responses((status = 200, description = "The turn with the results"),
         (status = 404, body = ProblemDetails),
-        (status = 409, description = "Calls are still out, or it is not suspended", body = ProblemDetails)))]
+        (status = 409, description = "Calls are still open, or the turn is not suspended", body = ProblemDetails)))]
 pub(super) async fn resume(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,

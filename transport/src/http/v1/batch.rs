@@ -159,7 +159,7 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
     request_body = BatchBody,
     responses(
         (status = 200, description = "All have ended", body = BatchResponseBody),
-        (status = 202, description = "Some go on: these are tickets", body = BatchResponseBody),
+        (status = 202, description = "Some calls are still open", body = BatchResponseBody),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
         (status = 503, body = ProblemDetails)

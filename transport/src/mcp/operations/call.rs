@@ -300,7 +300,7 @@ impl<'a> ToolCallWaiter<'a> {
             }
             ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
             ElicitationOutcome::Unanswered => {
-                let message = "the MCP client did not answer what the tool asked";
+                let message = "the MCP client did not answer the elicitation";
                 let fault = Fault::new(Code::RuntimeError, message).retryable(false);
                 return Err(self.abort(call, fault).await);
             }
@@ -374,8 +374,8 @@ impl<'a> ToolCallWaiter<'a> {
 
     /// Handles a disconnect and returns the error for the response. The call is canceled. If only
     /// the HTTP stream of a sessionless MCP client is lost, that client can send the same request
-    /// again: a call with an idempotency key goes on, and one with side effects is canceled only if
-    /// no repeated request joins it within the grace period.
+    /// again: a call with an idempotency key continues, and one with side effects is canceled only
+    /// if no repeated request joins it within the grace period.
     async fn handle_disconnect(&self, ticket: &Ticket, call: &Call) -> ErrorData {
         if self.is_superseded() {
             return superseded_error();
@@ -383,20 +383,20 @@ impl<'a> ToolCallWaiter<'a> {
         let over_http = http_parts(&self.scope.context.extensions).is_some();
         let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
         if stream_only && call.origin.idempotency_key.is_some() {
-            return ErrorData::internal_error("the client has hung up", None);
+            return ErrorData::internal_error("the client disconnected", None);
         }
         if stream_only {
             if let Some(deliveries) = self.deliveries() {
                 deliveries.clear();
             }
             let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
-            let reason = "the client does not want it any more";
+            let reason = "the client canceled the request";
             // The call may have ended meanwhile; then there is nothing to cancel.
             let calls = engine.calls();
             let _ = calls.cancel_after_disconnect(caller, ticket.clone(), reason).await;
-            return ErrorData::internal_error("the client has hung up", None);
+            return ErrorData::internal_error("the client disconnected", None);
         }
-        self.cancel(call, "the client does not want it any more").await
+        self.cancel(call, "the client canceled the request").await
     }
 
     async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {

@@ -151,11 +151,11 @@ impl UtpStore for UtpMemoryStore {
             return Ok(SaveResult::Conflict);
         }
         for waiting in change.step_calls {
-            let same = |existing: &StepCall| {
+            let is_same = |existing: &StepCall| {
                 (&existing.project, &existing.turn_id, &existing.tool_call_id)
                     == (&waiting.project, &waiting.turn_id, &waiting.tool_call_id)
             };
-            if !state.step_calls.values().any(same) {
+            if !state.step_calls.values().any(is_same) {
                 let number = state.next();
                 state.step_calls.insert(number, waiting);
             }

@@ -96,7 +96,8 @@ pub(in super::super) async fn ws(
     let answer = create_response_with_body(&request, Body::empty)
         .map_err(|error| refused(error.to_string()))?;
     let upgrade = request.extensions_mut().remove::<OnUpgrade>();
-    let upgrade = upgrade.ok_or_else(|| refused("this connection cannot be one".to_owned()))?;
+    let upgrade =
+        upgrade.ok_or_else(|| refused("this connection cannot be upgraded".to_owned()))?;
     let permit = request.extensions_mut().remove::<ConnectionPermit>();
     let credentials = RequestCredentials::new(&caller, request.headers());
     tokio::spawn(async move {

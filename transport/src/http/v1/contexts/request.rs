@@ -101,7 +101,7 @@ pub(crate) struct CallsBody {
     tool_calls: Option<Json>,
 }
 
-/// Fields of an entry beside the call itself.
+/// Fields of an entry next to the call itself.
 #[derive(Deserialize)]
 struct CallEntryExtras {
     #[serde(default, rename = "async")]
@@ -231,7 +231,7 @@ impl ResultEntry {
         if texts.len() + usize::from(self.data.is_some()) > 1 {
             return Err(invalid_entry(
                 &format!("{path}/content"),
-                "is there beside another result",
+                "is given in addition to another result",
             ));
         }
         let text = texts.into_iter().next();

@@ -77,7 +77,7 @@ impl StreamPosition {
 /// ends with the run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
     params(("run_id" = String, Path, description = "The run"), EventStreamQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
 pub(in super::super) async fn run_events(
     State(state): State<HttpState>,
