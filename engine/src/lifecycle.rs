@@ -469,9 +469,9 @@ fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
 /// attempt number refers to the failed attempt only while no other is in flight.
 fn repeats_failed_attempt(call: &Call, attempt: Option<u32>, result: &Result<Json, Fault>) -> bool {
     let (Some(failed), Err(fault)) = (&call.failed_attempt, result) else { return false };
-    let meant = attempt.or((!call.has_attempt_in_flight()).then_some(failed.attempt));
+    let named = attempt.or((!call.has_attempt_in_flight()).then_some(failed.attempt));
     let has_ended = failed.attempt < call.attempt || !call.has_attempt_in_flight();
-    has_ended && meant.is_some_and(|attempt| failed.matches_report(attempt, fault))
+    has_ended && named.is_some_and(|attempt| failed.matches_report(attempt, fault))
 }
 
 /// Returns true if the fault of an ended call has the message of this reported fault. Earlier

@@ -35,29 +35,22 @@ use output::Output;
 
 use crate::config::{Config, ConfigOverrides};
 
-const EXAMPLES: &str = "Examples:
-  toolcrib                                          start the \
-server
+const EXAMPLES: &str = "\
+Examples:
+  toolcrib                                          start the server
   toolcrib --listen 127.0.0.1:9000                  start it on another port
-  toolcrib \
-call calculation.eval expression='2*21'  call a tool and wait for the result
-  toolcrib calls \
---status failed --since 1h         failed calls of the last hour
-  toolcrib run --model demo 'What \
-is 6 * 7?'        ask a model and show its tool calls
-  toolcrib watch                                    \
-show calls as they happen
+  toolcrib call calculation.eval expression='2*21'  call a tool and wait for the result
+  toolcrib calls --status failed --since 1h         failed calls of the last hour
+  toolcrib run --model demo 'What is 6 * 7?'        ask a model and show its tool calls
+  toolcrib watch                                    show calls as they happen
   toolcrib keys create --agent ada --allow 'weather.*'
-  toolcrib doctor                                   \
-check the installation
+  toolcrib doctor                                   check the installation
 
-Keys, rules, audit and mcp need no --key for a server on this machine \
-whose operator.token you can
+Keys, rules, audit and mcp need no --key for a server on this machine whose operator.token you can
 read.
 
 Exit codes:
-  0 ok   1 failure   2 usage   3 no valid key   4 \
-server not reachable
+  0 ok   1 failure   2 usage   3 no valid key   4 server not reachable
   5 the tool failed   6 timed out   7 denied by policy   130 interrupted";
 
 /// Durable tool calls for AI agents. Without a command it starts the server.

@@ -154,8 +154,8 @@ impl HttpSource {
                 operation.build_request(&args, secrets, &|name: &str| self.read_variable(name))
             }
             HttpToolSpec::Jina => {
-                let look = |name: &str| self.read_jina_variable(name);
-                jina::build_request(options, &self.jina_endpoints, &args, secrets, &look)
+                let lookup = |name: &str| self.read_jina_variable(name);
+                jina::build_request(options, &self.jina_endpoints, &args, secrets, &lookup)
             }
         }?;
         self.check_destination(&request.url)?;

@@ -70,8 +70,8 @@ pub enum PostgresOpenError {
 use PostgresOpenError as OpenError;
 
 impl From<SessionError> for OpenError {
-    fn from(broke: SessionError) -> Self {
-        Self::Postgres(broke.message())
+    fn from(error: SessionError) -> Self {
+        Self::Postgres(error.message())
     }
 }
 

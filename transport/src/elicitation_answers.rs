@@ -39,8 +39,8 @@ async fn check_answer(
     let fields = schema_json.get("properties").and_then(Value::as_object);
     if let Value::Object(content) = &mut content {
         for (name, field) in fields.into_iter().flatten() {
-            if let Some(usual) = field.get("default") {
-                content.entry(name.clone()).or_insert_with(|| usual.clone());
+            if let Some(default) = field.get("default") {
+                content.entry(name.clone()).or_insert_with(|| default.clone());
             }
         }
     }

@@ -125,11 +125,11 @@ async fn ingest_report(
 /// Describes a mismatch between the row and the report that it holds.
 fn find_mismatch(written: &SharedTableReport) -> Option<String> {
     let payload: Value = serde_json::from_str(&written.payload).ok()?;
-    let says = |name: &str| payload.get(name).and_then(Value::as_str);
-    if says("agent_id").is_some_and(|agent| agent != written.agent_id) {
+    let field = |name: &str| payload.get(name).and_then(Value::as_str);
+    if field("agent_id").is_some_and(|agent| agent != written.agent_id) {
         return Some("payload.agent_id is not the agent of the row".to_owned());
     }
-    let (call, row) = (says("tool_call_id"), written.correlation_id.as_deref());
+    let (call, row) = (field("tool_call_id"), written.correlation_id.as_deref());
     if call.is_some() && row.is_some() && call != row {
         return Some("payload.tool_call_id is not the correlation_id of the row".to_owned());
     }

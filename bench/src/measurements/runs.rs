@@ -96,11 +96,11 @@ impl Bench<'_> {
         self.advance_progress("runs: first words");
         let mut ways = Vec::new();
         for _ in 0..FIRST_WORD_RUNS {
-            let heard = client.first_word_at().await?;
+            let first_word_at = client.first_word_at().await?;
             let requests = model.requests();
             let sent_at = requests.last().and_then(RecordedRequest::first_event_time);
             let sent_at = sent_at.context("the model sent no text")?;
-            ways.push(heard.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
+            ways.push(first_word_at.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
         }
         let name = "run: first word from the model to the client, p50";
         self.push_measurement(Measurement::absolute(name, "ms", median(ways), Limit::AtMost(5.0)));
@@ -166,14 +166,14 @@ impl BenchRunClient {
         body["stream"] = true.into();
         let answer = self.http.post(&self.url).json(&body).send().await?.error_for_status()?;
         let (mut chunks, mut read) = (answer.bytes_stream(), Vec::new());
-        let mut heard = None;
+        let mut first_word_at = None;
         while let Some(chunk) = chunks.next().await {
             read.extend_from_slice(&chunk?);
             let word = b"event: run.text";
-            if heard.is_none() && read.windows(word.len()).any(|window| window == word) {
-                heard = Some(Instant::now());
+            if first_word_at.is_none() && read.windows(word.len()).any(|window| window == word) {
+                first_word_at = Some(Instant::now());
             }
         }
-        heard.context("no word came")
+        first_word_at.context("no word came")
     }
 }

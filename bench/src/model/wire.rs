@@ -73,8 +73,8 @@ fn tool_call_json((id, name, arguments): &(String, String, String)) -> Value {
 }
 
 fn finish_reason(answer: &ScriptedAnswer) -> Value {
-    let usual = if answer.calls.is_empty() { "stop" } else { "tool_calls" };
-    answer.finish.unwrap_or(usual).into()
+    let default_reason = if answer.calls.is_empty() { "stop" } else { "tool_calls" };
+    answer.finish.unwrap_or(default_reason).into()
 }
 
 fn usage(answer: &ScriptedAnswer) -> Value {
@@ -90,8 +90,8 @@ fn split_text(text: &str, size: usize) -> Vec<String> {
 }
 
 fn stop_reason(answer: &ScriptedAnswer) -> Value {
-    let usual = if answer.calls.is_empty() { "end_turn" } else { "tool_use" };
-    answer.finish.unwrap_or(usual).into()
+    let default_reason = if answer.calls.is_empty() { "end_turn" } else { "tool_use" };
+    answer.finish.unwrap_or(default_reason).into()
 }
 
 fn anthropic_message(request: &RecordedRequest, answer: &ScriptedAnswer) -> Value {

@@ -317,8 +317,7 @@ impl Dispatcher {
         }
         tracing::warn!(
             calls = others.len(),
-            "the system time was changed; the deadlines of open \
-                                              calls are adjusted"
+            "the system time was changed; the deadlines of open calls are adjusted"
         );
         let saving = others.iter().map(async |entry| {
             let _one_at_a_time = entry.decision_lock.lock().await;

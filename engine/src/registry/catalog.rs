@@ -201,7 +201,7 @@ impl Catalog {
         if exact.is_some() && (!is_model_name() || self.authorize(caller, name).is_allowed()) {
             return exact;
         }
-        let meant = || {
+        let resolved = || {
             let index = self.by_model_name.get_or_init(|| self.build_model_name_index());
             let is_visible = |entry: &CatalogEntry| match &entry.definition.project {
                 Some(project) => *project == caller.project,
@@ -209,12 +209,12 @@ impl Catalog {
             };
             let allowed =
                 |entry: &CatalogEntry| self.authorize(caller, &entry.definition.name).is_allowed();
-            let mut meant =
+            let mut resolved =
                 index.get(name)?.iter().filter(|entry| is_visible(entry) && allowed(entry));
-            let first = meant.next()?;
-            meant.next().is_none().then(|| first.clone())
+            let first = resolved.next()?;
+            resolved.next().is_none().then(|| first.clone())
         };
-        meant().or(exact)
+        resolved().or(exact)
     }
 
     fn build_model_name_index(&self) -> NameMap<Vec<Arc<CatalogEntry>>> {

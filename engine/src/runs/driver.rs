@@ -472,8 +472,8 @@ impl Runs {
                 }
                 continue;
             }
-            let look = || self.core.store.runs().run(project, run_id);
-            let found = look().await.map_err(from_store_error)?;
+            let load = || self.core.store.runs().run(project, run_id);
+            let found = load().await.map_err(from_store_error)?;
             let active_run = ActiveRun::new(found.ok_or_else(|| run_not_found(run_id))?);
             // Locked before it is registered, so that the driver starts only after the change.
             let mut state = active_run.state.clone().lock_owned().await;
@@ -487,7 +487,7 @@ impl Runs {
             let engine = self.clone();
             self.core.tasks.spawn(drive_run(engine, active_run.clone()));
             // Another task may have changed the run since it was loaded.
-            match look().await {
+            match load().await {
                 Ok(Some(run)) => (state.run, *active_run.status.lock()) = (run.clone(), run.status),
                 other => {
                     state.is_released = true;

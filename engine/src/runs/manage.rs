@@ -231,7 +231,7 @@ impl Runs {
         self.check_run_capacity()?;
         require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
         let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
-        let spoken = live.clone();
+        let notified_run = live.clone();
         let commit = self.clone().commit_run(live, state, move |run, now_ms| {
             reopen_run(run);
             run.queued_messages.extend(messages.iter().cloned());
@@ -242,7 +242,7 @@ impl Runs {
             )]
         });
         let run = self.dispatcher.detach_on_drop(commit).await?;
-        spoken.message_added.notify_one();
+        notified_run.message_added.notify_one();
         Ok(run)
     }
 

@@ -289,8 +289,8 @@ impl<'a> ProblemExplainer<'a> {
         let names: Vec<Value> = properties.iter().map(|name| Value::from(*name)).collect();
         let describe = |name: &String| {
             let mut message = format!("{} is not a known property{suffix}", quote(name));
-            if let Some(meant) = phrases::nearest_name(name, &properties) {
-                message += &format!("; did you mean {}?", quote(meant));
+            if let Some(nearest) = phrases::nearest_name(name, &properties) {
+                message += &format!("; did you mean {}?", quote(nearest));
             }
             let expected = match names.as_slice() {
                 [] => "no such property".to_string(),

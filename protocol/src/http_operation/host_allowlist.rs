@@ -40,7 +40,7 @@ fn normalize_host(host: &str) -> String {
 }
 
 fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
-    let wrong = || {
+    let invalid = || {
         format!(
             "\"{text}\" is not a host; write api.example.com, *.example.com, api.example.com:8443 \
              or http://127.0.0.1:8080"
@@ -48,14 +48,14 @@ fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
     };
     let (scheme, rest) = text.split_once("://").unwrap_or(("https", text));
     if !matches!(scheme, "http" | "https") {
-        return Err(wrong());
+        return Err(invalid());
     }
     let (wild, rest) = match rest.strip_prefix("*.") {
         Some(rest) => ("*.", rest),
         None => ("", rest),
     };
     // Parsed as a URL, so that the entry has the same normalized form as the URLs compared with it.
-    let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| wrong())?;
+    let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| invalid())?;
     let plain = url.path() == "/" && url.query().is_none() && url.username().is_empty();
     match (url.host_str(), url.port_or_known_default()) {
         (Some(host), Some(port)) if plain && !host.is_empty() && !host.contains('*') => {
@@ -65,7 +65,7 @@ fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
                 port,
             })
         }
-        _ => Err(wrong()),
+        _ => Err(invalid()),
     }
 }
 

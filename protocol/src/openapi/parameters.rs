@@ -68,10 +68,7 @@ pub(super) fn parse_parameter(
     let name = name.ok_or("a parameter has no name")?;
     let location = definition["in"].as_str().unwrap_or_default();
     let location: ParameterLocation = serde_json::from_value(json!(location)).map_err(|_| {
-        format!(
-            "the parameter {name} is in \"{location}\", which is not a location \
-                              of parameters"
-        )
+        format!("the parameter {name} is in \"{location}\", which is not a location of parameters")
     })?;
     // OpenAPI reserves these headers, even if a document lists them as parameters.
     let ignored = ["accept", "content-type", "authorization"];

@@ -36,34 +36,25 @@ use crate::config::Config;
 use crate::{bootstrap, telemetry};
 
 #[derive(Debug, Args)]
-#[command(after_help = "In the configuration of a desktop client:
-  {\"mcpServers\": \
-{\"toolcrib\": {\"command\": \"toolcrib\", \"args\": [\"mcp\"]}}}
+#[command(after_help = "\
+In the configuration of a desktop client:
+  {\"mcpServers\": {\"toolcrib\": {\"command\": \"toolcrib\", \"args\": [\"mcp\"]}}}
 
 Examples:
-  toolcrib mcp                                   \
-the server on this machine, or the data directory
-  toolcrib mcp --server https://crib.example.com \
---key tck_…
+  toolcrib mcp                                   the server on this machine, or the data directory
+  toolcrib mcp --server https://crib.example.com --key tck_…
   toolcrib mcp --data-dir ~/.toolcrib            no server needed
-  toolcrib mcp \
---catalogue search                three tools in place of many
-  toolcrib mcp --source files                    \
-one MCP server behind Toolcrib, under its own names
+  toolcrib mcp --catalogue search                three tools instead of many
+  toolcrib mcp --source files                    one upstream MCP server, under its own names
 
-MCP servers behind Toolcrib:
-  toolcrib mcp \
-add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
-  toolcrib mcp add far \
-https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
-  toolcrib mcp add --file \
-~/.config/client.json   the mcpServers of a desktop client
+Upstream MCP servers:
+  toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
+  toolcrib mcp add far https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
+  toolcrib mcp add --file ~/.config/client.json   the mcpServers of a desktop client
   toolcrib mcp ls
-  toolcrib mcp show \
-files
+  toolcrib mcp show files
   toolcrib mcp accept far
-  toolcrib mcp sign-in far                        in a browser, if \
-a server requires it
+  toolcrib mcp sign-in far                        in a browser, if a server requires it
   toolcrib mcp rm files")]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct McpArgs {

@@ -30,27 +30,19 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
-#[command(
-    after_help = "The text of the model goes to standard output, everything else to standard \
-error.
+#[command(after_help = "\
+The text of the model goes to standard output, everything else to standard error.
 Without a server, the command starts one on the data directory until the run has ended.
 
 Examples:
-  \
-toolcrib run --model demo 'What is 6 * 7?'           no key and no network needed
-  toolcrib run \
-'Which tools fail most?' --tools 'database.*'
+  toolcrib run --model demo 'What is 6 * 7?'           no key and no network needed
+  toolcrib run 'Which tools fail most?' --tools 'database.*'
   echo 'a long question' | toolcrib run -
-  toolcrib \
-run --continue run_… 'And in Fahrenheit?'   the same conversation
-  toolcrib run --resume run_…                          \
-after its model was unavailable
-  toolcrib run --follow run_…                          watch a run \
-that is active
-  toolcrib run --replay run_…                          again, against recorded \
-results
-  toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'"
-)]
+  toolcrib run --continue run_… 'And in Fahrenheit?'   the same conversation
+  toolcrib run --resume run_…                          after its model was unavailable
+  toolcrib run --follow run_…                          watch a run that is active
+  toolcrib run --replay run_…                          replay against recorded results
+  toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'")]
 pub struct RunArgs {
     /// The question; - reads it from standard input
     question: Option<String>,

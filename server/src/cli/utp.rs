@@ -44,7 +44,7 @@ enum UtpCommand {
     /// Serve the built-in tools, and the HTTP API tools of a project, for commands to a target
     ///
     /// The HTTP API tools are those of the data directory, in the project that the command names;
-    /// with --project, those of that project, whichever the command names.
+    /// with --project, those of that project, regardless of the command.
     #[command(after_help = "\
 Examples:
   toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
@@ -122,11 +122,11 @@ async fn serve(
         builder = builder.observer(otlp.clone());
     }
     let engine = builder.start().await?;
-    let link = NatsConnection::connect(address, "toolcrib utp serve").await?;
+    let nats = NatsConnection::connect(address, "toolcrib utp serve").await?;
     let catalogue = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
     println!("serving cmd.tool.{target}.*: {}", catalogue.tool_names().await.join("  "));
     let host =
-        ToolHost::with_connection(link).with_sender("tool.toolcrib").with_fallback(move |job| {
+        ToolHost::with_connection(nats).with_sender("tool.toolcrib").with_fallback(move |job| {
             let catalogue = catalogue.clone();
             async move {
                 match catalogue.prepare_call(&job).await {

@@ -59,9 +59,9 @@ impl Config {
         self.check_public_url()?;
         let mut seen = HashSet::new();
         for settings in &self.mcp {
-            settings.check().map_err(|wrong| {
-                let key = format!("mcp.{}.{}", settings.name, wrong.field);
-                ConfigError::invalid(&key, wrong.why)
+            settings.check().map_err(|error| {
+                let key = format!("mcp.{}.{}", settings.name, error.field);
+                ConfigError::invalid(&key, error.why)
             })?;
             if !seen.insert((&settings.project, &settings.name)) {
                 let key = format!("mcp.{}.name", settings.name);

@@ -103,10 +103,10 @@ impl UpstreamLists {
 
     /// Drops the entries that have expired or that an upstream reported as changed.
     fn apply_changes(&self) {
-        let mut heard = self.changes.lock();
+        let mut changes = self.changes.lock();
         let mut now = Instant::now();
         loop {
-            match heard.try_recv() {
+            match changes.try_recv() {
                 Ok((key, UpstreamChange::ResourceList)) => {
                     self.resources.invalidate(&key);
                     self.templates.invalidate(&key);

@@ -200,12 +200,12 @@ impl PassthroughProvider for UpstreamPassthrough {
     ) -> Result<Option<GetPromptResponse>, ErrorData> {
         let mut params = params;
         let name = params.name.to_string();
-        let Some((upstream, theirs)) = split_prompt_name(&name) else { return Ok(None) };
+        let Some((upstream, upstream_name)) = split_prompt_name(&name) else { return Ok(None) };
         let peer = self.upstreams.peers(&caller.project).remove(upstream);
         let Some(peer) = peer.filter(|_| self.engine.registry().is_allowed(caller, &name)) else {
             return Ok(None);
         };
-        params.name = theirs.to_owned();
+        params.name = upstream_name.to_owned();
         params.meta = None;
         let got = with_timeout(peer.get_prompt_once(params)).await;
         got.map(Some).map_err(|error| self.to_mcp_error(caller, upstream, error))
@@ -222,10 +222,10 @@ impl PassthroughProvider for UpstreamPassthrough {
         let peer = match &mut params.r#ref {
             Reference::Prompt(prompt) => {
                 let name = prompt.name.clone();
-                let Some((upstream, theirs)) = split_prompt_name(&name) else {
+                let Some((upstream, upstream_name)) = split_prompt_name(&name) else {
                     return Ok(CompleteResult::default());
                 };
-                prompt.name = theirs.to_owned();
+                prompt.name = upstream_name.to_owned();
                 let allowed = self.engine.registry().is_allowed(caller, &name);
                 let peer = self.upstreams.peers(&caller.project).remove(upstream);
                 peer.filter(|_| allowed).map(|peer| (upstream.to_owned(), peer))
@@ -290,8 +290,8 @@ struct UpstreamChangeStream(Option<broadcast::Receiver<((String, String), Upstre
 impl PassthroughChangeStream for UpstreamChangeStream {
     async fn next(&mut self) -> PassthroughChange {
         loop {
-            let Some(heard) = &mut self.0 else { return std::future::pending().await };
-            match heard.recv().await {
+            let Some(changes) = &mut self.0 else { return std::future::pending().await };
+            match changes.recv().await {
                 Ok((key, change)) => {
                     let kind = match change {
                         UpstreamChange::ResourceList => PassthroughChangeKind::ResourceList,

@@ -293,10 +293,10 @@ impl OtlpDestination {
         };
         let resolve = |signal: &str, path: &str| {
             let configured = settings.otlp_endpoint.clone();
-            let whole = variable(&format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"));
+            let signal_endpoint = variable(&format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"));
             let base = configured.clone().or_else(|| variable("OTEL_EXPORTER_OTLP_ENDPOINT"));
-            let url = match (configured, whole) {
-                (None, Some(whole)) => whole,
+            let url = match (configured, signal_endpoint) {
+                (None, Some(signal_endpoint)) => signal_endpoint,
                 _ => format!("{}{path}", base?.trim_end_matches('/')),
             };
             Some(url).filter(|_| !is(&format!("OTEL_{signal}_EXPORTER"), "none"))

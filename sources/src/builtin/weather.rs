@@ -128,13 +128,13 @@ async fn find_place(
     place_query: &PlaceQuery,
     context: &WeatherRequestContext,
 ) -> Result<GeocodedPlace, Fault> {
-    let mut whole = service.search(&place_query.name, 1, context).await?.into_iter().next();
+    let mut exact_match = service.search(&place_query.name, 1, context).await?.into_iter().next();
     let part = place_query.split_region();
     let fits = |found: &GeocodedPlace| match &part {
         Some(part) if part.has_explicit_region => found.is_in(&part.regions),
         _ => true,
     };
-    if let Some(found) = whole.take_if(|found| fits(found)) {
+    if let Some(found) = exact_match.take_if(|found| fits(found)) {
         return Ok(found);
     }
     if let Some(part) = &part {
@@ -148,7 +148,7 @@ async fn find_place(
             return Ok(places.swap_remove(0));
         }
     }
-    whole.ok_or_else(|| {
+    exact_match.ok_or_else(|| {
         invalid_query_fault(format!(
             "no place \"{}\" is known: check the spelling, or name a larger place nearby",
             place_query.name

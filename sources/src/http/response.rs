@@ -149,10 +149,11 @@ fn unreadable_response_fault(host: &str, reason: &str) -> Fault {
 
 /// Parses the body and redacts its secrets. Also returns whether the body is unchanged.
 fn parse_redacted(host: &str, response: &HttpApiResponse) -> Result<(Value, bool), Fault> {
-    let wrong = |reason: String| unreadable_response_fault(host, &response.secrets.redact(&reason));
-    json::check(&response.body).map_err(|error| wrong(error.to_string()))?;
+    let unreadable =
+        |reason: String| unreadable_response_fault(host, &response.secrets.redact(&reason));
+    json::check(&response.body).map_err(|error| unreadable(error.to_string()))?;
     let mut value: Value =
-        serde_json::from_slice(&response.body).map_err(|error| wrong(error.to_string()))?;
+        serde_json::from_slice(&response.body).map_err(|error| unreadable(error.to_string()))?;
     let changed = response.secrets.redact_json(&mut value);
     Ok((value, !changed))
 }

@@ -101,18 +101,18 @@ impl UpstreamAttempt {
             );
             return StartResult::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
         }
-        let (live, theirs) = match self.resolve_target().await {
+        let (live, upstream_tool) = match self.resolve_target().await {
             Ok(target) => target,
             Err(fault) => return StartResult::Finished(Err(fault)),
         };
         let direct = live.stateless.clone().filter(|_| {
-            StatelessCallClient::supports_tool_name(&theirs)
+            StatelessCallClient::supports_tool_name(&upstream_tool)
                 && !self.upstream.mirrors_args_in_headers(&self.attempt.tool)
         });
         if let Some(direct) = direct {
-            return self.call_stateless(&direct, live, &theirs, note).await;
+            return self.call_stateless(&direct, live, &upstream_tool, note).await;
         }
-        match self.send_request(live, theirs, note).await {
+        match self.send_request(live, upstream_tool, note).await {
             Ok(out) => self.wait_for_response(out).await,
             Err(fault) => StartResult::Finished(Err(fault)),
         }
@@ -134,14 +134,14 @@ impl UpstreamAttempt {
         self,
         direct: &StatelessCallClient,
         live: Arc<LiveConnection>,
-        theirs: &str,
+        upstream_tool: &str,
         note: McpResumeState,
     ) -> StartResult {
         let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answers = answers.filter(|answers| !answers.is_empty());
         let state = note.state.as_deref();
         let reply = tokio::select! {
-            reply = direct.call(theirs, &self.attempt, answers, state, &self.progress) => reply,
+            reply = direct.call(upstream_tool, &self.attempt, answers, state, &self.progress) => reply,
             // Closing the connection cancels the request.
             () = self.running.token.cancelled() => {
                 return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
@@ -180,7 +180,7 @@ impl UpstreamAttempt {
     async fn send_request(
         &self,
         live: Arc<LiveConnection>,
-        theirs: String,
+        upstream_tool: String,
         note: McpResumeState,
     ) -> Result<InFlightRequest, Fault> {
         let (upstream, attempt) = (&self.upstream, &self.attempt);
@@ -188,7 +188,7 @@ impl UpstreamAttempt {
             let message = "MCP takes arguments as an object only";
             Fault::new(Code::ValidationError, message).without_side_effect()
         })?;
-        let mut params = CallToolRequestParams::new(theirs).with_arguments(arguments);
+        let mut params = CallToolRequestParams::new(upstream_tool).with_arguments(arguments);
         let answers = attempt.elicitation.as_ref().map(|elicitation| elicitation.answers.clone());
         let mut ready = answers.unwrap_or_default();
         params.request_state = note.state;
@@ -210,8 +210,8 @@ impl UpstreamAttempt {
                     Duration::from_millis(remaining_ms),
                     live.handler.acquire_send_permit(),
                 );
-                let late = |_| Fault::new(Code::Timeout, "it was not started in time");
-                Some(turn.await.map_err(|late_by| late(late_by).without_side_effect())?)
+                let timed_out = |_| Fault::new(Code::Timeout, "it was not started in time");
+                Some(turn.await.map_err(|late_by| timed_out(late_by).without_side_effect())?)
             }
             false => None,
         };
@@ -373,11 +373,11 @@ fn fill_form_defaults(mut answer: Value, elicitation: &Value) -> Value {
     let fields =
         elicitation.pointer("/params/requestedSchema/properties").and_then(Value::as_object);
     for (name, schema) in fields.into_iter().flatten() {
-        let Some(usual) = schema.get("default") else { continue };
+        let Some(default) = schema.get("default") else { continue };
         if let Value::Object(answer) = &mut answer {
             let content = answer.entry("content").or_insert_with(|| Value::Object(Map::new()));
             if let Value::Object(content) = content {
-                content.entry(name.clone()).or_insert_with(|| usual.clone());
+                content.entry(name.clone()).or_insert_with(|| default.clone());
             }
         }
     }

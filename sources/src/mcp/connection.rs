@@ -304,8 +304,8 @@ type HttpClientParts = (reqwest::Client, StreamableHttpClientTransportConfig, He
 fn build_http_client(options: &UpstreamConnectOptions<'_>) -> Result<HttpClientParts, String> {
     let mut headers = HashMap::new();
     for (name, value) in &options.resolved.headers {
-        let wrong = |_| format!("the header {name} cannot be sent");
-        let name: HeaderName = name.to_ascii_lowercase().parse().map_err(|_| wrong(()))?;
+        let invalid = |_| format!("the header {name} cannot be sent");
+        let name: HeaderName = name.to_ascii_lowercase().parse().map_err(|_| invalid(()))?;
         let mut value =
             HeaderValue::from_str(value).map_err(|_| format!("{name}: not sendable"))?;
         value.set_sensitive(true);

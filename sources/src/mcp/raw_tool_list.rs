@@ -127,11 +127,12 @@ fn describe_parse_error(tool: &RawValue, error: &serde_json::Error) -> String {
     // The error does not name the field.
     let field = serde_json::from_str::<Map<String, Value>>(tool.get()).ok().and_then(|tool| {
         let texts = ["name", "title", "description"].into_iter();
-        let mut wrong = texts.filter(|field| tool.get(*field).is_some_and(|v| !v.is_string()));
+        let mut invalid_fields =
+            texts.filter(|field| tool.get(*field).is_some_and(|v| !v.is_string()));
         let objects = ["inputSchema", "outputSchema", "annotations"].into_iter();
         let mut shapeless =
             objects.filter(|field| tool.get(*field).is_some_and(|v| !v.is_object()));
-        wrong.next().or_else(|| shapeless.next())
+        invalid_fields.next().or_else(|| shapeless.next())
     });
     match field {
         Some(field) => format!("it cannot be read: {field}: {message}"),

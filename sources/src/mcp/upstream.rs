@@ -146,9 +146,9 @@ impl UpstreamServer {
         }
         let number = self.refreshes_requested.fetch_add(1, Ordering::AcqRel) + 1;
         self.retry_now.notify_one();
-        let mut looked = self.refreshes_completed.subscribe();
+        let mut completed = self.refreshes_completed.subscribe();
         tokio::select! {
-            _ = looked.wait_for(|looked| *looked >= number) => {}
+            _ = completed.wait_for(|completed| *completed >= number) => {}
             () = self.stop.cancelled() => {}
         }
     }
@@ -201,8 +201,8 @@ impl UpstreamServer {
             (None, _) => "it has not answered yet".to_owned(),
         };
         let message = format!("the MCP server {name} is not available: {reason}");
-        let shut = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
-        Fault::unreachable(message).retryable(!shut)
+        let is_unavailable = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
+        Fault::unreachable(message).retryable(!is_unavailable)
     }
 
     /// Returns the upstream's own name for one of its registered tools.

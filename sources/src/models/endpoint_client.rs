@@ -64,8 +64,8 @@ pub struct ModelResponseLimits {
 
 impl Default for ModelResponseLimits {
     fn default() -> Self {
-        let (whole, idle) = (Duration::from_secs(600), Duration::from_secs(120));
-        Self { total: whole, idle, max_bytes: 16 << 20 }
+        let (total, idle) = (Duration::from_secs(600), Duration::from_secs(120));
+        Self { total, idle, max_bytes: 16 << 20 }
     }
 }
 
@@ -251,13 +251,13 @@ impl ModelResponse<'_> {
     async fn next_chunk(&mut self) -> Result<Option<Bytes>, ModelError> {
         let (client, limits) = (self.client, self.client.endpoint.limits);
         let idle = timeout(limits.idle, self.response.chunk());
-        let late = |_| {
+        let timed_out = |_| {
             let ms = limits.total.as_millis();
             transient_error(format!("the model at {} did not finish within {ms} ms", client.host))
         };
         let chunk = timeout_at(self.deadline, idle)
             .await
-            .map_err(late)?
+            .map_err(timed_out)?
             .map_err(|_| client.idle_error())?;
         let chunk = chunk.map_err(|error| client.connection_error(&error))?;
         let size = chunk.as_ref().map_or(0, Bytes::len);
@@ -316,8 +316,9 @@ impl ModelResponse<'_> {
     /// Converts an error response into a model error.
     async fn error_from_status(mut self, status: StatusCode, key: Option<&str>) -> ModelError {
         let wait = retry_after_ms(self.response.headers());
-        let finer = self.response.headers().get("retry-after-ms");
-        let finer = finer.and_then(|ms| ms.to_str().ok()?.parse::<u64>().ok());
+        let retry_after_ms_header = self.response.headers().get("retry-after-ms");
+        let retry_after_ms_header =
+            retry_after_ms_header.and_then(|ms| ms.to_str().ok()?.parse::<u64>().ok());
         self.bytes_left = self.bytes_left.min(MAX_ERROR_BODY_BYTES);
         let mut text = Vec::new();
         while let Ok(Some(chunk)) = self.next_chunk().await {
@@ -337,14 +338,15 @@ impl ModelResponse<'_> {
         let message =
             format!("the model at {} answered {}{reason}", self.client.host, status.as_u16());
         let detail = json!({ "http_status": status.as_u16(), "type": kind, "code": code });
-        let spent = code.as_deref() == Some("insufficient_quota");
-        let passes = matches!(status.as_u16(), 408 | 409 | 425 | 429) || status.is_server_error();
-        if spent || !passes {
+        let is_quota_exhausted = code.as_deref() == Some("insufficient_quota");
+        let is_transient =
+            matches!(status.as_u16(), 408 | 409 | 425 | 429) || status.is_server_error();
+        if is_quota_exhausted || !is_transient {
             return permanent_error(message, Some(detail));
         }
         let mut model_error = transient_error(message);
         let mut detail = detail;
-        if let Some(ms) = finer.or(wait) {
+        if let Some(ms) = retry_after_ms_header.or(wait) {
             detail["retry_after_ms"] = ms.into();
             model_error.retry_after = Some(Duration::from_millis(ms));
         }

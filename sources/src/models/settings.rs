@@ -128,14 +128,14 @@ pub struct NamedModelSettings {
 impl LlmSettings {
     /// Builds the engine's policy for model requests and their retries.
     pub fn request_policy(&self) -> ModelRequestPolicy {
-        let usual = ModelRequestPolicy::default();
+        let default = ModelRequestPolicy::default();
         let timeouts = self.models.values().filter_map(|model| model.timeout_ms);
-        let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..usual.backoff };
+        let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..default.backoff };
         ModelRequestPolicy {
             retries: self.max_retries,
             backoff,
             // An upper bound for all endpoints; each endpoint's own timeout ends sooner.
-            request_ms: timeouts.chain([self.timeout_ms]).max().unwrap_or(usual.request_ms),
+            request_ms: timeouts.chain([self.timeout_ms]).max().unwrap_or(default.request_ms),
             max_answer_bytes: self.max_answer_bytes,
         }
     }
@@ -188,7 +188,7 @@ impl LlmSettings {
             // The usual variable may hold the key of `[llm]` or of the vendor.
             ApiKeySource { variable: None, file: None, is_required: false }
         };
-        let whole = model.timeout_ms.unwrap_or(self.timeout_ms);
+        let timeout_ms = model.timeout_ms.unwrap_or(self.timeout_ms);
         let idle = model.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
         ModelEndpoint {
             kind: kind.into(),
@@ -196,7 +196,7 @@ impl LlmSettings {
             key,
             max_tokens: model.max_tokens.or(self.max_tokens),
             limits: ModelResponseLimits {
-                total: Duration::from_millis(whole),
+                total: Duration::from_millis(timeout_ms),
                 idle: Duration::from_millis(idle),
                 max_bytes: self.max_answer_bytes,
             },
@@ -251,7 +251,7 @@ fn base_url_or_default(value: Option<&str>, kind: ModelApi) -> String {
 }
 
 fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> ApiKeySource {
-    let usual = match kind {
+    let default = match kind {
         ModelKind::Openai => "OPENAI_API_KEY",
         ModelKind::Anthropic => "ANTHROPIC_API_KEY",
     };
@@ -259,7 +259,7 @@ fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind
         Some("") => ApiKeySource { variable: None, file, is_required: false },
         Some(name) => ApiKeySource { variable: Some(name.to_owned()), file, is_required: true },
         // Endpoints on the local machine require no key.
-        None => ApiKeySource { variable: Some(usual.to_owned()), file, is_required: false },
+        None => ApiKeySource { variable: Some(default.to_owned()), file, is_required: false },
     }
 }
 

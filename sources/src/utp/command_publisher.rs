@@ -186,8 +186,8 @@ impl CommandPublisher {
 
     /// Publishes until the queue is closed.
     pub(super) async fn run(mut self, mut queue: UnboundedReceiver<OutgoingCommand>) {
-        let mut look = tokio::time::interval(OVERDUE_CHECK_INTERVAL);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut overdue_check = tokio::time::interval(OVERDUE_CHECK_INTERVAL);
+        overdue_check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut commands = Vec::with_capacity(MAX_DRAIN);
         let (requeue, mut unpublished) = unbounded_channel();
         loop {
@@ -220,7 +220,7 @@ impl CommandPublisher {
                     {
                         self.batch_window = None;
                     }
-                    _ = look.tick(), if !self.in_flight.is_empty() => {
+                    _ = overdue_check.tick(), if !self.in_flight.is_empty() => {
                         commands.extend(self.take_overdue());
                         if !commands.is_empty() {
                             self.publish(&mut commands, &requeue).await;

@@ -179,8 +179,8 @@ impl ToolHost {
     }
 
     /// Sets the number of commands that run concurrently.
-    pub fn with_max_concurrency(mut self, at_once: usize) -> Self {
-        self.max_concurrency = at_once.max(1);
+    pub fn with_max_concurrency(mut self, max_concurrency: usize) -> Self {
+        self.max_concurrency = max_concurrency.max(1);
         self
     }
 

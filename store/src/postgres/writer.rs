@@ -110,9 +110,9 @@ impl WriterTask {
                 let reason = self.outage.reason().unwrap_or_default();
                 return fail_group(group, &reason);
             }
-            let Err(broke) = self.write_group(&mut group).await else { break };
-            if self.connection.session.is_closed() || broke.is_connection_lost() {
-                tracing::warn!(why = broke.message(), "the connection to PostgreSQL is lost");
+            let Err(error) = self.write_group(&mut group).await else { break };
+            if self.connection.session.is_closed() || error.is_connection_lost() {
+                tracing::warn!(why = error.message(), "the connection to PostgreSQL is lost");
                 match self.resolve_commit_fate().await {
                     CommitFate::Committed => break,
                     CommitFate::RolledBack => continue,
@@ -127,12 +127,12 @@ impl WriterTask {
             }
             let _ = self.connection.session.batch_execute("ROLLBACK").await;
             if size == 1 {
-                tracing::error!(why = broke.message(), "PostgreSQL refused a change");
-                let error = broke.into_store_error();
+                tracing::error!(why = error.message(), "PostgreSQL refused a change");
+                let error = error.into_store_error();
                 return group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
             }
             tracing::debug!(
-                why = broke.message(),
+                why = error.message(),
                 size,
                 "retrying the changes of a group separately"
             );
@@ -221,7 +221,7 @@ impl WriterTask {
         let reason = match self.restore_session().await {
             Ok(true) => None,
             Ok(false) => Some(LEASE_LOST.to_owned()),
-            Err(broke) => Some(format!("the connection is lost: {}", broke.message())),
+            Err(error) => Some(format!("the connection is lost: {}", error.message())),
         };
         match &reason {
             None => tracing::info!("connected to PostgreSQL again"),
@@ -263,7 +263,7 @@ enum CommitFate {
 }
 
 const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL answered: check \
-     whether the change was made before you repeat it";
+                                   whether the change was made before you repeat it";
 const LEASE_LOST: &str = "another toolcrib has served this database since the connection was lost; \
      restart this one";
 

@@ -42,9 +42,9 @@ impl CallEventFacts<'_> {
     /// The facts are compared one by one: building the implied events only to compare them would
     /// dominate the cost of a call.
     pub(super) fn find_implied(&self, record: &EventRecord) -> Option<ImpliedEvent> {
-        let says = |name: &str| record.data.get(name);
-        let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
-        let same_tool = says("tool").and_then(Value::as_str) == Some(self.tool_name);
+        let field = |name: &str| record.data.get(name);
+        let number = |name: &str, value: u64| field(name).and_then(Value::as_u64) == Some(value);
+        let same_tool = field("tool").and_then(Value::as_str) == Some(self.tool_name);
         let (facts, at_ms, attempt) = (record.data.len(), record.at_ms, record.attempt);
         let (implied, is_same) = match record.kind {
             EventKind::Requested => {

@@ -201,12 +201,12 @@ impl RestorableSessions {
         if projects.len() > sessions.len() * 2 {
             projects.retain(|id, _| sessions.contains_key(id.as_str()));
         }
-        let theirs = projects.iter().filter(|(id, project)| {
+        let of_project = projects.iter().filter(|(id, project)| {
             **project == caller.project && sessions.contains_key(id.as_str())
         });
         let too_many = match () {
             () if sessions.len() >= self.limit => "too many MCP sessions are open",
-            () if theirs.count() >= (self.limit / 2).max(1) => {
+            () if of_project.count() >= (self.limit / 2).max(1) => {
                 "the project has too many MCP sessions"
             }
             () => return Ok(()),

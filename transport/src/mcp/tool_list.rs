@@ -131,8 +131,8 @@ impl CallerToolList {
             // They are contiguous, because the list is sorted by name.
             Some(prefix) => {
                 let first = self.tools.partition_point(|listed| listed.name() < prefix);
-                let theirs = |listed: &ToolListEntry| listed.name().starts_with(prefix);
-                let end = first + self.tools[first..].partition_point(theirs);
+                let has_prefix = |listed: &ToolListEntry| listed.name().starts_with(prefix);
+                let end = first + self.tools[first..].partition_point(has_prefix);
                 &self.tools[begin.clamp(first, end)..end]
             }
             None => &self.tools[begin..],

@@ -47,8 +47,8 @@ pub(super) async fn ended_call_result(
         return from_ended_call(call, tool, budget);
     }
     // Converting a large result would block the async worker thread.
-    let whole = call.clone();
-    match tokio::task::spawn_blocking(move || from_ended_call(&whole, tool, budget)).await {
+    let full_call = call.clone();
+    match tokio::task::spawn_blocking(move || from_ended_call(&full_call, tool, budget)).await {
         Ok(result) => result,
         Err(_) => from_ended_call(call, tool, usize::MAX),
     }

@@ -65,14 +65,15 @@ pub struct BatchAnswer {
 }
 
 const BACKGROUND_NOTICE: &str = "it runs in the background as this task; continue with other work. \
-                             Its result follows later, with the same call id; do not call it again \
-                             for it";
+                                 Its result follows later, with the same call id; do not call it \
+                                 again for it";
 const STILL_RUNNING_NOTICE: &str = "it has not ended within the wait and is still running. Its \
-                       result follows later, with the same call id; do not call it again for it";
+                                    result follows later, with the same call id; do not call it \
+                                    again for it";
 
 const PREDECESSOR_NOTICE: &str = "it did not start within the wait; it starts when the call before \
-                            it has ended. Its result follows later, with the same call id; do not \
-                            call it again for it";
+                                  it has ended. Its result follows later, with the same call id; \
+                                  do not call it again for it";
 
 const INPUT_NOTICE: &str = "its tool requested the input below, which a person must give: POST \
                             /v1/tool_calls/{tool_call_id}/answer, or on the command line: toolcrib \

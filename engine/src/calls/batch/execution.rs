@@ -336,8 +336,8 @@ impl BatchExecution {
 }
 
 fn not_started_fault() -> Fault {
-    let message = "not started: the wait ended before this call could start. Nothing was done, \
-                   and it will not be done later; call it again if it is still needed";
+    let message = "not started: the wait ended before this call could start. Nothing was done, and \
+                   it will not be done later; call it again if it is still needed";
     Fault::new(Code::Canceled, message).without_side_effect().retryable(true)
 }
 

@@ -93,8 +93,8 @@ impl ClientQueueState {
         let Some(connection) = client.sessions.last() else { return };
         for (id, lease) in client.leases.iter_mut().filter(|(_, lease)| lease.session.is_none()) {
             let Some(entry) = self.requests.get_mut(id) else { continue };
-            let harmless = entry.item.effect != Effect::Irreversible;
-            if harmless || redelivery == Redelivery::All {
+            let is_repeatable = entry.item.effect != Effect::Irreversible;
+            if is_repeatable || redelivery == Redelivery::All {
                 entry.item.redelivered = true;
                 lease.session = Some(connection.number);
                 (lease.polled, lease.lease_until_ms) = (false, None);
@@ -136,8 +136,8 @@ impl ClientQueueState {
     ) {
         let Some(client) = self.clients.get_mut(key) else { return };
         client.last_seen_ms = now_ms;
-        let Some(at) = client.sessions.iter().position(|c| c.number == number) else { return };
-        client.sessions.remove(at);
+        let Some(index) = client.sessions.iter().position(|c| c.number == number) else { return };
+        client.sessions.remove(index);
         undelivered.into_iter().for_each(|message| client.send_or_buffer(None, message));
         let mut requeued = Vec::new();
         for (id, lease) in

@@ -87,10 +87,10 @@ impl ArgumentRules {
             ("options.args.fixed", options["args"].get("fixed")),
             ("options.envs", options.get("envs")),
         ];
-        let wrong = parts
+        let invalid = parts
             .into_iter()
             .find(|(_, part)| part.is_some_and(|part| !part.is_object() && !part.is_null()));
-        wrong.map(|(name, _)| format!("{name} must be a mapping"))
+        invalid.map(|(name, _)| format!("{name} must be a mapping"))
     }
 
     /// For each argument that comes from the environment, the variable's name.

@@ -87,10 +87,10 @@ impl MemoryState {
         let mut left = limit;
         runs.retain(|(project, run_id), run| {
             let belongs_to_run = |call: &Call| call.project == *project && call.run_id == *run_id;
-            let goes =
+            let is_purged =
                 left > 0 && run.updated_ms < before_ms && !calls.values().any(belongs_to_run);
-            left -= usize::from(goes);
-            !goes
+            left -= usize::from(is_purged);
+            !is_purged
         });
         limit - left
     }
@@ -336,9 +336,9 @@ impl Store for MemoryStore {
         let loops = state.purge_ended_runs(ended_before_ms, limit);
         let mut left = limit;
         state.audit.retain(|entry| {
-            let goes = entry.at_ms < ended_before_ms && left > 0;
-            left -= usize::from(goes);
-            !goes
+            let is_purged = entry.at_ms < ended_before_ms && left > 0;
+            left -= usize::from(is_purged);
+            !is_purged
         });
         let calls = old.len();
         let max_count = calls.max(runs).max(loops).max(limit - left);

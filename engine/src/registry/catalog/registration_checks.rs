@@ -64,13 +64,11 @@ fn registration_conflict(
     }
     // Models call a built-in tool by this name. A tool that has it as its exact name would be
     // called instead.
-    if let Some(meant) =
+    if let Some(shadowed) =
         catalog.shared_tools.keys().find(|shared| model_tool_names::name_for_model(shared) == *name)
     {
-        let message = format!(
-            "\"{name}\" is the model-facing name of \"{meant}\"; choose another \
-                               name"
-        );
+        let message =
+            format!("\"{name}\" is the model-facing name of \"{shadowed}\"; choose another name");
         return Some(message);
     }
     let existing = &catalog.project_tools.get(&caller.project, name)?.definition;

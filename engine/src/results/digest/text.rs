@@ -95,11 +95,11 @@ pub(super) fn render(text: &str, hint: Option<&str>, budget: usize) -> String {
     let (scores, weights) = words.score_blocks(text, &blocks);
     let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
     let blocks = scores.into_iter().zip(blocks).collect();
-    let looked = TextAnalysis { text, lines, blocks, words, weights };
+    let analysis = TextAnalysis { text, lines, blocks, words, weights };
     // The cost of the marks between the parts is known only after composing.
     let mut part = budget;
     for _ in 0..12 {
-        let composed = looked.compose(part);
+        let composed = analysis.compose(part);
         if !tokens::exceeds(&composed, budget) {
             return composed;
         }

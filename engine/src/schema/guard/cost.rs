@@ -60,9 +60,9 @@ impl<'a> MemberLoads<'a> {
                 }
             }
         }
-        for (slot, theirs) in &other.by_selector {
+        for (slot, other_load) in &other.by_selector {
             let current = self.by_selector.get(slot).copied().unwrap_or(self.rest);
-            self.by_selector.insert(*slot, how(current, *theirs));
+            self.by_selector.insert(*slot, how(current, *other_load));
         }
         self.rest = how(self.rest, other.rest);
     }

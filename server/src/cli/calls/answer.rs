@@ -10,14 +10,12 @@ use crate::cli::output::sanitize_line;
 use crate::cli::{CommandContext, input, outcome};
 
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:
-  toolcrib calls get tc_01K…                       \
-hold.questions lists the requested input
+#[command(after_help = "\
+Examples:
+  toolcrib calls get tc_01K…                       hold.questions lists the requested input
   toolcrib calls answer tc_01K… name=Ada
-  toolcrib calls \
-answer tc_01K… --question who --args '{\"name\": \"Ada\"}'
-  toolcrib calls answer tc_01K… \
---decline")]
+  toolcrib calls answer tc_01K… --question who --args '{\"name\": \"Ada\"}'
+  toolcrib calls answer tc_01K… --decline")]
 pub struct AnswerArgs {
     /// The ticket, tc_…
     id: String,

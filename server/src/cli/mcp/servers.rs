@@ -343,8 +343,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
                 })
                 .collect();
             output.print_note(
-                "no server is running: showing the stored configuration without live \
-                               state",
+                "no server is running: showing the stored configuration without live state",
             );
             json!({ "sources": sources })
         }

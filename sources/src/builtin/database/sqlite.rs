@@ -95,9 +95,9 @@ impl SqliteDatabase {
         args: DatabaseQueryArgs,
     ) -> Result<DatabaseQueryResult, Fault> {
         let deadline = Instant::now() + self.limits.timeout;
-        let late = |_| query_timeout_fault(&self.limits);
+        let timed_out = |_| query_timeout_fault(&self.limits);
         let permit = timeout_at(deadline.into(), self.limiter.acquire(project));
-        let permit = permit.await.map_err(late)?;
+        let permit = permit.await.map_err(timed_out)?;
         let stop = Arc::new(QueryInterrupt::default());
         let _guard = InterruptOnDrop(Arc::clone(&stop));
         let (path, limits) = (self.path.clone(), self.limits);
@@ -110,7 +110,7 @@ impl SqliteDatabase {
             run_statement(&connection, &args, limits)
                 .map_err(|problem| query_fault(problem, &limits, denied.get().map(String::as_str)))
         });
-        let answer = timeout_at(deadline.into(), work).await.map_err(late)?;
+        let answer = timeout_at(deadline.into(), work).await.map_err(timed_out)?;
         answer.map_err(|error| Fault::runtime(format!("the query's thread failed: {error}")))?
     }
 }

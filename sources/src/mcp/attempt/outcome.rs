@@ -150,10 +150,8 @@ pub(super) fn fault_from_error(
                     Fault::new(Code::ToolNotFound, format!("{name}: {text}")).without_side_effect()
                 }
                 ErrorCode::MISSING_REQUIRED_CLIENT_CAPABILITY => {
-                    let message = format!(
-                        "{name} requires a capability that Toolcrib does not \
-                                           have: {text}"
-                    );
+                    let message =
+                        format!("{name} requires a capability that Toolcrib does not have: {text}");
                     Fault::new(Code::UpstreamUnavailable, message)
                         .without_side_effect()
                         .retryable(false)

@@ -210,8 +210,9 @@ impl McpPostRequest<'_> {
     ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
         let rpc_error = serde_json::from_slice::<ServerJsonRpcMessage>(body).ok();
         let rpc_error = rpc_error.filter(|message| matches!(message, JsonRpcMessage::Error(_)));
-        let shut = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
-        if let Some(id) = self.discovery_request_id().filter(|_| status.is_client_error() && !shut)
+        let is_unauthorized = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+        if let Some(id) =
+            self.discovery_request_id().filter(|_| status.is_client_error() && !is_unauthorized)
         {
             // A legacy server does not know the discovery request: its refusal is the answer.
             let error = match rpc_error {
@@ -224,7 +225,7 @@ impl McpPostRequest<'_> {
             let answer = ServerJsonRpcMessage::error(error, Some(id));
             return Ok(StreamableHttpPostResponse::Json(answer, None));
         }
-        match rpc_error.filter(|_| !shut && kind.starts_with(JSON)) {
+        match rpc_error.filter(|_| !is_unauthorized && kind.starts_with(JSON)) {
             Some(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
             None if status.is_server_error() => {
                 Err(HttpStatusError::new(status.as_u16(), None).into())

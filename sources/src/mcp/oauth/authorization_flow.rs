@@ -128,7 +128,7 @@ impl Authorizer {
         let found = manager.resolve_metadata_from_challenge(header).await.map_err(auth_failure)?;
         if !found.source.is_discovered() {
             let reason = "it refused the request (HTTP 401) and names no authorization server; if \
-                       it accepts a key, give it as a header";
+                          it accepts a key, give it as a header";
             return Err(AuthorizationError::Failed(reason.to_owned()));
         }
         let ends = [&found.metadata.authorization_endpoint, &found.metadata.token_endpoint];

@@ -24,9 +24,9 @@ pub fn parse_desktop_config(
     };
     let read = |(name, server): (&String, &Value)| {
         let settings = parse_desktop_server(name, server, &pinned)?;
-        settings.check().map_err(|wrong| {
-            let reason = format!("in \"{name}\": {}", wrong.why);
-            McpSettingsError { field: wrong.field, why: reason }
+        settings.check().map_err(|error| {
+            let reason = format!("in \"{name}\": {}", error.why);
+            McpSettingsError { field: error.field, why: reason }
         })?;
         Ok(settings)
     };
@@ -177,16 +177,16 @@ mod tests {
             (json!({"command": "x", "effect": "none"}), "effect"),
         ] {
             let document = json!({"mcpServers": {"fine": {"command": "x"}, "odd one": entry}});
-            let wrong = parse_desktop_config(&document, |_| false).unwrap_err();
-            assert_eq!(wrong.field, field);
-            assert!(wrong.why.contains("\"odd one\""), "{}", wrong.why);
+            let error = parse_desktop_config(&document, |_| false).unwrap_err();
+            assert_eq!(error.field, field);
+            assert!(error.why.contains("\"odd one\""), "{}", error.why);
         }
-        let wrong = parse_desktop_config(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
+        let error = parse_desktop_config(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
             .unwrap_err();
-        assert_eq!(wrong.field, "command");
+        assert_eq!(error.field, "command");
         let old = json!({"mcpServers": {"x": {"type": "sse", "url": "https://x.example/sse"}}});
-        let wrong = parse_desktop_config(&old, |_| false).unwrap_err();
-        assert_eq!(wrong.field, "type");
-        assert!(wrong.why.contains("streamable HTTP"), "{}", wrong.why);
+        let error = parse_desktop_config(&old, |_| false).unwrap_err();
+        assert_eq!(error.field, "type");
+        assert!(error.why.contains("streamable HTTP"), "{}", error.why);
     }
 }

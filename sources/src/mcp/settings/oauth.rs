@@ -87,33 +87,35 @@ impl McpOauthSettings {
     /// Checks the constraints that the types do not express. The error is a phrase that follows the
     /// name of the field.
     pub(super) fn check(&self) -> Result<(), String> {
-        let wrong = |reason: &str| Err(reason.to_owned());
+        let invalid = |reason: &str| Err(reason.to_owned());
         let machine = self.grant == GrantKind::ClientCredentials;
         match (machine, &self.client_secret, &self.private_key) {
             (true, Some(_), None) | (true, None, Some(_)) if self.client_id.is_some() => {}
             (true, ..) => {
-                return wrong(
+                return invalid(
                     "with client_credentials needs client_id, and either client_secret or \
                      private_key",
                 );
             }
-            (false, _, Some(_)) => return wrong("has a private_key only with client_credentials"),
+            (false, _, Some(_)) => {
+                return invalid("has a private_key only with client_credentials");
+            }
             (false, Some(_), None) if self.client_id.is_none() => {
-                return wrong("has a client_secret only with a client_id");
+                return invalid("has a client_secret only with a client_id");
             }
             (false, ..) => {}
         }
         if self.private_key.is_none() && self.algorithm.is_some() {
-            return wrong("has an algorithm only with a private_key");
+            return invalid("has an algorithm only with a private_key");
         }
         if !self.scopes.iter().all(|scope| is_scope(scope)) {
-            return wrong("has an invalid scope: no spaces, quotes or backslashes");
+            return invalid("has an invalid scope: no spaces, quotes or backslashes");
         }
         let urls = [("issuer", &self.issuer), ("client_metadata_url", &self.client_metadata_url)];
         for (field, url) in urls {
             let parsed = url.as_deref().map(reqwest::Url::parse);
             if parsed.is_some_and(|url| !url.is_ok_and(|url| url.has_host())) {
-                return wrong(&format!("has an {field} that is not a URL"));
+                return invalid(&format!("has an {field} that is not a URL"));
             }
         }
         Ok(())

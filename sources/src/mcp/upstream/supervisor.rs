@@ -447,8 +447,9 @@ impl UpstreamServer {
         let current = registry.accepted_tools(project, name);
         let offered = self.without_rejected(&self.offered.lock().tools);
         let found = diff_tools(&current, &offered, now_ms());
-        let meant = |change: &ToolChange| tool_names.is_none_or(|list| list.contains(&change.tool));
-        let (accepted, remaining): (Vec<_>, Vec<_>) = found.into_iter().partition(meant);
+        let is_selected =
+            |change: &ToolChange| tool_names.is_none_or(|list| list.contains(&change.tool));
+        let (accepted, remaining): (Vec<_>, Vec<_>) = found.into_iter().partition(is_selected);
         if accepted.is_empty() {
             return Ok(accepted);
         }

@@ -164,16 +164,16 @@ impl ServerClient {
         ended: bool,
     ) -> Result<CardArguments, CommandError> {
         let card_id = command.card_id.as_deref().unwrap_or_default();
-        let wrong = |message: String| Err(CommandError::rejected(Code::BadRequest, message));
+        let rejected = |message: String| Err(CommandError::rejected(Code::BadRequest, message));
         if card["type"] != "tool.call" {
-            return wrong(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
+            return rejected(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
         }
         if card["content"]["__type__"] != "ToolCallContent" {
-            return wrong(format!("the content of card \"{card_id}\" is not a ToolCallContent"));
+            return rejected(format!("the content of card \"{card_id}\" is not a ToolCallContent"));
         }
         let id = card["tool_call_id"].as_str().unwrap_or_default();
         if !id.is_empty() && id != command.tool_call_id {
-            return wrong(format!("card \"{card_id}\" is of the call \"{id}\""));
+            return rejected(format!("card \"{card_id}\" is of the call \"{id}\""));
         }
         Ok(CardArguments {
             tool_name: card["content"]["tool_name"].as_str().unwrap_or_default().to_owned(),

@@ -141,9 +141,10 @@ pub(super) async fn open_conversation(
         Some(false) => None,
         _ => runs.undelivered_conversation(&caller, &id, request.api, &request.body),
     };
-    let taken = undelivered.as_ref().and_then(|own| runs.take_over_conversation(&own.digest));
+    let joined_delivery =
+        undelivered.as_ref().and_then(|own| runs.take_over_conversation(&own.digest));
     let mut resumed = None;
-    if let Some(delivery) = taken {
+    if let Some(delivery) = joined_delivery {
         if let Some(live) = state.conversations.get(delivery.id()) {
             delivery.record_join();
             return Ok(live.take_over(delivery));

@@ -125,8 +125,8 @@ pub(super) fn unknown_cursor() -> Error {
 }
 
 /// Validates the page size.
-pub(super) fn parse_page_limit(limit: Option<u64>, usual: u64) -> Result<usize, Error> {
-    let limit = limit.unwrap_or(usual);
+pub(super) fn parse_page_limit(limit: Option<u64>, default: u64) -> Result<usize, Error> {
+    let limit = limit.unwrap_or(default);
     if !(1..=200).contains(&limit) {
         return Err(invalid_parameter("limit", "limit must be from 1 to 200"));
     }

@@ -113,7 +113,7 @@ pub(super) struct ToolResultBody {
 
 /// Reports the result of a command.
 #[utoipa::path(post, path = "/v1/tool_results", tag = "providers", request_body = ToolResultBody,
-    responses((status = 200, description = "Taken: {ok, inbox_id, duplicate, late}"),
+    responses((status = 200, description = "Accepted: {ok, inbox_id, duplicate, late}"),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]

@@ -68,8 +68,8 @@ impl ContextQuery {
     }
 
     fn limit(&self) -> Result<usize, Error> {
-        let (usual, max) = CONTEXT_CALL_LIMITS;
-        Ok(parse_number("limit", self.limit.as_deref(), max)?.unwrap_or(usual))
+        let (default, max) = CONTEXT_CALL_LIMITS;
+        Ok(parse_number("limit", self.limit.as_deref(), max)?.unwrap_or(default))
     }
 }
 
@@ -205,7 +205,8 @@ pub(super) struct OmittedCountsBody {
     params(("run_id" = String, Path, description = "The run"), ContextQuery),
     responses(
         (status = 200, description = "As JSON; with format=openai or anthropic, messages and \
-            tools; with format=prompt, a text (or JSON, if Accept requests it)",
+                                      tools; with format=prompt, a text (or JSON, if Accept \
+                                      requests it)",
             body = ContextBody),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn show(

@@ -18,7 +18,7 @@ use crate::http::problem::{ApiError, ProblemDetails};
 /// The delivery of one call's outcome to its `callback_url`.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct DeliveryBody {
-    /// The `webhook-id` header of every try.
+    /// The `webhook-id` header of every attempt.
     webhook_id: String,
     tool_call_id: String,
     /// The same as `tool_call_id`.
@@ -28,7 +28,7 @@ pub(super) struct DeliveryBody {
     status: &'static str,
     /// Number of attempts so far.
     tries: u32,
-    /// Time of the next try, while `pending`.
+    /// Time of the next attempt, while `pending`.
     next_try_at_ms: Option<u64>,
     /// Error of the last try.
     last_error: Option<String>,

@@ -53,7 +53,7 @@ pub(super) struct TaskBody<'a> {
     created_at_ms: u64,
     started_at_ms: Option<u64>,
     completed_at_ms: Option<u64>,
-    /// When the task ends as `timeout`, in Unix milliseconds.
+    /// Time at which the task times out, in Unix milliseconds.
     deadline_at_ms: u64,
 }
 

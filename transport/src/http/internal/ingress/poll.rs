@@ -25,7 +25,7 @@ pub(in super::super) struct PollQuery {
     wait_ms: u64,
     /// Maximum number of requests (default: 1).
     max: Option<usize>,
-    /// `auto` (default): requests count as taken when they are handed over. `explicit`: POST …/ack
+    /// `auto` (default): requests count as acknowledged when they are returned. `explicit`: POST …/ack
     /// takes a request, and requests that are not acknowledged within 30 s are redelivered.
     ack: Option<String>,
 }

@@ -37,8 +37,8 @@ pub(super) struct ResponseBuilder {
 
 impl ResponseBuilder {
     pub(super) fn new(model: &str, request: &Map<String, Value>) -> Self {
-        let field_or = |name: &str, usual: Value| {
-            request.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
+        let field_or = |name: &str, default: Value| {
+            request.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(default)
         };
         let repeated = json!({
             "model": model,

@@ -37,7 +37,8 @@ pub(in super::super) struct ReplayBody {
     request_body = ReplayBody,
     responses(
         (status = 200, description = "Server-sent events: `replay.asking`, `replay.text`, \
-            `replay.replied`, and finally `replay.finished` or `replay.failed`",
+                                      `replay.replied`, and finally `replay.finished` or \
+                                      `replay.failed`",
             content_type = "text/event-stream"),
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn replay(
