@@ -418,14 +418,14 @@ fn retry_or_fail(
     }
     let may_replace = harmless || next.target.effect == Effect::Read;
     if may_replace && !next.fallbacks.is_empty() && now_ms < next.deadline_ms {
-        let alternate = next.fallbacks.remove(0);
+        let fallback = next.fallbacks.remove(0);
         records.push(
             failed(EventKind::Fallback, &next)
                 .with("from", next.target.tool.as_str())
-                .with("to", alternate.tool.as_str())
-                .with("args_bytes", alternate.args.text().len()),
+                .with("to", fallback.tool.as_str())
+                .with("args_bytes", fallback.args.text().len()),
         );
-        next.target = alternate;
+        next.target = fallback;
         next.target_attempts = 0;
         schedule_next_attempt(&mut next, fault, now_ms);
         return into_transition(next, records, vec![Action::Enqueue]);

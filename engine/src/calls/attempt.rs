@@ -87,12 +87,12 @@ impl Dispatcher {
         result: Result<crate::domain::json::Json, Fault>,
     ) {
         // An attempt that was stopped has nothing to report: its call has ended, or its time.
-        let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
+        let was_canceled = matches!(&result, Err(fault) if fault.code == Code::Canceled);
         let is_in_flight = || {
             let open = self.open_calls.get(&call.id).map(|entry| entry.call());
             open.is_some_and(|now| now.has_attempt_in_flight() && now.attempt == call.attempt)
         };
-        if stopped && !is_in_flight() {
+        if was_canceled && !is_in_flight() {
             return;
         }
         self.prepare_output_schema(call).await;

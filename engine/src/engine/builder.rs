@@ -152,9 +152,9 @@ impl EngineBuilder {
     pub fn webhook_sender(
         mut self,
         notifier: Arc<dyn WebhookSender>,
-        notifying: DeliverySettings,
+        settings: DeliverySettings,
     ) -> Self {
-        (self.webhook_sender, self.webhook_settings) = (Some(notifier), notifying);
+        (self.webhook_sender, self.webhook_settings) = (Some(notifier), settings);
         self
     }
 

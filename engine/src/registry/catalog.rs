@@ -393,8 +393,8 @@ impl Registry {
                 owner: caller.agent.clone(),
                 registered_ms: self.core.clock.wall_ms(),
             };
-            let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
-            Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
+            let (tools, unlisted_tools) = (registration.tools.clone(), registration.unlisted_tools);
+            Ok((DirectoryChange::Register { client, tools, unlisted_tools }, None))
         })
         .await?;
         self.refresh_client_offers(&caller.project, &registration.client_id);
@@ -571,8 +571,8 @@ pub(crate) fn require_registered(
 }
 
 pub(crate) fn check_client_id(client_id: &str) -> Result<(), Error> {
-    let plain = |c: char| c.is_ascii_graphic();
-    if (1..=128).contains(&client_id.len()) && client_id.chars().all(plain) {
+    let is_visible = |c: char| c.is_ascii_graphic();
+    if (1..=128).contains(&client_id.len()) && client_id.chars().all(is_visible) {
         return Ok(());
     }
     let message = "client_id must be 1 to 128 visible ASCII characters";

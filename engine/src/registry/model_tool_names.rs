@@ -64,12 +64,12 @@ const MAX_COMPARED: usize = 128;
 /// Returns up to three names that are most similar to `name`, best first.
 pub(crate) fn suggest_similar<'n>(
     name: &str,
-    others: impl Iterator<Item = &'n str>,
+    names: impl Iterator<Item = &'n str>,
 ) -> Vec<&'n str> {
     if name.len() > MAX_COMPARED {
         return Vec::new();
     }
-    let mut candidates: Vec<(f64, &str)> = others
+    let mut candidates: Vec<(f64, &str)> = names
         .map(|other| (strsim::jaro_winkler(name, other), other))
         .filter(|(similarity, _)| *similarity > 0.7)
         .collect();
@@ -92,8 +92,8 @@ mod tests {
     use super::*;
 
     fn is_plain(name: &str) -> bool {
-        let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
-        (1..=MAX_LENGTH).contains(&name.len()) && name.bytes().all(plain)
+        let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+        (1..=MAX_LENGTH).contains(&name.len()) && name.bytes().all(is_allowed)
     }
 
     #[test]

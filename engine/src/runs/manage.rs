@@ -194,17 +194,17 @@ impl Runs {
         if run.status.is_terminal() {
             return require_end_status(run, RunStatus::Canceled);
         }
-        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
+        let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
         if state.run.status.is_terminal() {
             return require_end_status(state.run.clone(), RunStatus::Canceled);
         }
-        live.interrupt.notify_one();
+        active_run.interrupt.notify_one();
         // Once the driver has stopped, every call it started is queued for the store ahead of this
         // commit, so the cancellation below misses none.
-        let stopped = live.clone();
-        let _stopped = stopped.driver_lock.lock().await;
+        let driver = active_run.clone();
+        let _driver_stopped = driver.driver_lock.lock().await;
         let by = caller.agent.clone();
-        let canceled = self.clone().commit_run(live, state, move |run, now_ms| {
+        let canceled = self.clone().commit_run(active_run, state, move |run, now_ms| {
             run.status = RunStatus::Canceled;
             run.ended_ms = Some(now_ms);
             // Calls that the last reply requested and that have not started must not start later.
@@ -230,9 +230,9 @@ impl Runs {
         agent_loop::check_messages(&messages)?;
         self.check_run_capacity()?;
         require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
-        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
-        let notified_run = live.clone();
-        let commit = self.clone().commit_run(live, state, move |run, now_ms| {
+        let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
+        let notified_run = active_run.clone();
+        let commit = self.clone().commit_run(active_run, state, move |run, now_ms| {
             reopen_run(run);
             run.queued_messages.extend(messages.iter().cloned());
             vec![JournalRecord::new(
@@ -260,8 +260,8 @@ impl Runs {
             let detail = json!({ "status": run.status.as_str() });
             return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
         }
-        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
-        let resumed = self.clone().commit_run(live, state, move |run, now_ms| {
+        let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
+        let resumed = self.clone().commit_run(active_run, state, move |run, now_ms| {
             reopen_run(run);
             vec![JournalRecord::new(JournalKind::Resumed, now_ms, json!({}))]
         });

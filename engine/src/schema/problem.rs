@@ -127,7 +127,7 @@ impl<'a> ProblemExplainer<'a> {
         Some(match error.kind() {
             Kind::Type { kind: TypeKind::Single(only) } => type_phrase([only.as_str()]),
             Kind::Type { kind: TypeKind::Multiple(several) } => {
-                type_phrase(several.iter().map(|one| one.as_str()))
+                type_phrase(several.iter().map(|kind| kind.as_str()))
             }
             Kind::Enum { options } => match options.as_array() {
                 Some(options) if options.len() > 1 => format!("one of {}", join_values(options)),
@@ -495,13 +495,14 @@ fn child_pointer(pointer: &str, name: &str) -> String {
 
 /// Returns whether a branch was not intended because it does not admit the value's type.
 fn is_wrong_type(errors: &ErrorSlice<'_>, pointer: &str, value: &Value) -> bool {
-    let alike = |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
+    let has_same_type =
+        |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
     errors.iter().filter(|error| error.instance_path().as_str() == pointer).any(|error| match error
         .kind()
     {
         Kind::Type { .. } | Kind::FalseSchema => true,
-        Kind::Constant { expected_value } => !alike(expected_value),
-        Kind::Enum { options } => !options.as_array().is_some_and(|o| o.iter().any(alike)),
+        Kind::Constant { expected_value } => !has_same_type(expected_value),
+        Kind::Enum { options } => !options.as_array().is_some_and(|o| o.iter().any(has_same_type)),
         _ => false,
     })
 }

@@ -56,9 +56,9 @@ fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
     };
     // Parsed as a URL, so that the entry has the same normalized form as the URLs compared with it.
     let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| invalid())?;
-    let plain = url.path() == "/" && url.query().is_none() && url.username().is_empty();
+    let has_only_origin = url.path() == "/" && url.query().is_none() && url.username().is_empty();
     match (url.host_str(), url.port_or_known_default()) {
-        (Some(host), Some(port)) if plain && !host.is_empty() && !host.contains('*') => {
+        (Some(host), Some(port)) if has_only_origin && !host.is_empty() && !host.contains('*') => {
             Ok(HostPattern {
                 scheme: scheme.to_owned(),
                 host: format!("{wild}{}", normalize_host(host)),

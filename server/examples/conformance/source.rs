@@ -82,9 +82,9 @@ async fn answered(name: &str, attempt: &Attempt) -> Value {
 fn asks(tool: &str, args: &Value, attempt: &Attempt) -> Option<ElicitationRequest> {
     let questions = tools::questions(tool, args)?;
     let elicitation = attempt.elicitation.as_deref();
-    let heard =
+    let is_answered =
         |key: &String| elicitation.is_some_and(|elicitation| elicitation.answers.contains_key(key));
-    let open = !questions.keys().all(heard);
+    let open = !questions.keys().all(is_answered);
     open.then(|| ElicitationRequest { questions, source_state: Some("first".to_owned()) })
 }
 

@@ -80,8 +80,9 @@ fn asks(params: &CallToolRequestParams, args: &Value) -> Result<Option<Value>, E
         let step = form_question("Step 2: What is your favorite color?", fields, &["color"]);
         return Ok(Some(json!({ "questions": { "step2": step }, "state": "second" })));
     }
-    let heard = |key: &String| params.input_responses.as_ref().is_some_and(|a| a.contains_key(key));
-    if state == Some("second") || first.keys().all(heard) {
+    let is_answered =
+        |key: &String| params.input_responses.as_ref().is_some_and(|a| a.contains_key(key));
+    if state == Some("second") || first.keys().all(is_answered) {
         return Ok(None);
     }
     Ok(Some(json!({ "questions": first, "state": "first" })))

@@ -134,15 +134,15 @@ impl ApiClient {
     }
 
     /// Sends a request and reads the response as JSON.
-    pub async fn request_json(&self, ask: ApiRequest<'_>) -> Result<Value, CommandFailure> {
-        let calls_tool = ask.is_tool_call;
-        let limit = ask.wait + RESPONSE_TIMEOUT;
-        let mut response = self.execute(&ask, Some(limit)).await?;
+    pub async fn request_json(&self, request: ApiRequest<'_>) -> Result<Value, CommandFailure> {
+        let calls_tool = request.is_tool_call;
+        let limit = request.wait + RESPONSE_TIMEOUT;
+        let mut response = self.execute(&request, Some(limit)).await?;
         let mut status = response.status();
         let mut kind = content_type(&response);
         let mut bytes = self.body(response).await?;
-        if status == StatusCode::UNAUTHORIZED && self.adopt_operator_token(&ask, &bytes) {
-            response = self.execute(&ask, Some(limit)).await?;
+        if status == StatusCode::UNAUTHORIZED && self.adopt_operator_token(&request, &bytes) {
+            response = self.execute(&request, Some(limit)).await?;
             (status, kind) = (response.status(), content_type(&response));
             bytes = self.body(response).await?;
         }
@@ -223,8 +223,8 @@ impl ApiClient {
     /// Reads the operator token of a server on this machine after the server has refused an
     /// administrative request. Returns false if the request has a key, or there is no token that
     /// this server may receive.
-    fn adopt_operator_token(&self, ask: &ApiRequest<'_>, refusal: &[u8]) -> bool {
-        if self.has_key || !ask.is_administrative() || !is_loopback(&self.base) {
+    fn adopt_operator_token(&self, request: &ApiRequest<'_>, refusal: &[u8]) -> bool {
+        if self.has_key || !request.is_administrative() || !is_loopback(&self.base) {
             return false;
         }
         let refusal: Value = serde_json::from_slice(refusal).unwrap_or_default();
@@ -240,14 +240,15 @@ impl ApiClient {
 
     async fn execute(
         &self,
-        ask: &ApiRequest<'_>,
+        api_request: &ApiRequest<'_>,
         limit: Option<Duration>,
     ) -> Result<Response, CommandFailure> {
-        let mut request = self.request(ask.method.clone(), &ask.path)?.query(&ask.query);
-        if let Some(token) = self.operator_token.get().filter(|_| ask.is_administrative()) {
+        let mut request =
+            self.request(api_request.method.clone(), &api_request.path)?.query(&api_request.query);
+        if let Some(token) = self.operator_token.get().filter(|_| api_request.is_administrative()) {
             request = request.header(header::AUTHORIZATION, token.clone());
         }
-        if let Some(body) = &ask.body {
+        if let Some(body) = &api_request.body {
             request = request.json(body);
         }
         if let Some(limit) = limit {

@@ -49,10 +49,10 @@ pub async fn await_outcome(
         });
         let poll_start = Instant::now();
         let path = ["v1", "tool_calls", id.as_str()];
-        let ask = ApiRequest::get(&path).wait(remaining.min(poll_wait));
+        let request = ApiRequest::get(&path).wait(remaining.min(poll_wait));
         poll_wait = POLL_WAIT;
         let answer = tokio::select! {
-            answer = client.request_json(ask) => answer,
+            answer = client.request_json(request) => answer,
             _ = tokio::signal::ctrl_c() => {
                 let interrupted =
                     CommandFailure { is_reported: false, ..CommandFailure::interrupted() };

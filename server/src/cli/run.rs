@@ -91,8 +91,8 @@ pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandF
             let how = if site.embedded.is_some() { "when a server is started here" } else { "there" };
             let run = run_id.lock().clone();
             if !run.is_empty() {
-                let come_back = format!("toolcrib run --follow {run}");
-                context.output.print_note(&format!("\nthe run continues {how}; {come_back}"));
+                let follow_command = format!("toolcrib run --follow {run}");
+                context.output.print_note(&format!("\nthe run continues {how}; {follow_command}"));
             }
             Err(CommandFailure::interrupted())
         }

@@ -242,7 +242,7 @@ fn member_schema<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
     if let Some(member) = schema.get("properties").and_then(|properties| properties.get(name)) {
         return Some(member);
     }
-    schema.get("additionalProperties").filter(|others| others.is_object())
+    schema.get("additionalProperties").filter(|schema_of_others| schema_of_others.is_object())
 }
 
 /// The location of a value: its layer and its path.

@@ -82,8 +82,8 @@ fn invalid_settings_error(error: McpSettingsError) -> Error {
 /// Returns the settings in their stored form. The project is stored separately, so it is reset
 /// here.
 pub fn to_stored_settings(settings: &McpServerSettings) -> Json {
-    let plain = McpServerSettings { project: "default".to_owned(), ..settings.clone() };
-    Json::from_serialize(&plain).unwrap_or_else(|_| Json::empty_object())
+    let without_project = McpServerSettings { project: "default".to_owned(), ..settings.clone() };
+    Json::from_serialize(&without_project).unwrap_or_else(|_| Json::empty_object())
 }
 
 impl McpServerReconciler {

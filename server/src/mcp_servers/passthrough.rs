@@ -139,7 +139,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         let mut all: Vec<Resource> = Vec::new();
         for list in join_all(fetches).await {
             // If two resources share a URI, the first upstream's is listed, as in `read`.
-            all.extend(list.iter().filter(|one| !one.uri.is_empty()).cloned());
+            all.extend(list.iter().filter(|resource| !resource.uri.is_empty()).cloned());
         }
         let mut seen = std::collections::HashSet::new();
         all.retain(|resource| seen.insert(resource.uri.clone()));

@@ -221,31 +221,31 @@ impl UpstreamAttempt {
         // The channel to the transport was closed, so the request was not sent.
         let handle = sent.map_err(|_| upstream.unavailable_fault())?;
         let (id, token) = (handle.id.clone(), handle.progress_token.clone());
-        let (followed, heard) = live.handler.register_call(id, token, self.progress.clone());
+        let (guard, events) = live.handler.register_call(id, token, self.progress.clone());
         drop(sending);
         Ok(InFlightRequest {
             handle,
-            events: heard,
+            events,
             connection: live,
-            guard: followed,
+            guard,
             prepared_answers: ready,
             questions_asked: 0,
         })
     }
 
     /// Waits for the response, an elicitation or cancellation.
-    async fn wait_for_response(self, mut out: InFlightRequest) -> StartResult {
+    async fn wait_for_response(self, mut in_flight: InFlightRequest) -> StartResult {
         loop {
             let response = tokio::select! {
                 biased;
-                answer = &mut out.handle.rx => Some(answer),
-                heard = out.events.recv() => match heard {
+                answer = &mut in_flight.handle.rx => Some(answer),
+                event = in_flight.events.recv() => match event {
                     Some(UpstreamCallEvent::AmbiguousElicitation) => {
-                        return self.fail_ambiguous(out).await;
+                        return self.fail_ambiguous(in_flight).await;
                     }
                     Some(UpstreamCallEvent::Elicitation(question)) => {
-                        match self.handle_elicitation(out, question) {
-                            Ok(rest) => { out = rest; continue; }
+                        match self.handle_elicitation(in_flight, question) {
+                            Ok(rest) => { in_flight = rest; continue; }
                             Err(asks) => return asks,
                         }
                     }
@@ -254,15 +254,15 @@ impl UpstreamAttempt {
                 () = self.running.token.cancelled() => {
                     let reason = Some("the call was canceled".to_owned());
                     // Best effort: the upstream is notified if that succeeds in time.
-                    let telling = out.handle.cancel(reason);
-                    let _ = tokio::time::timeout(CANCEL_TIMEOUT, telling).await;
+                    let notification = in_flight.handle.cancel(reason);
+                    let _ = tokio::time::timeout(CANCEL_TIMEOUT, notification).await;
                     return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
                 }
             };
             let Some(answer) = response else { continue };
-            out.guard.mark_ended();
+            in_flight.guard.mark_ended();
             let answer = answer.unwrap_or(Err(ServiceError::TransportClosed));
-            return self.finish(&out.connection, answer).await;
+            return self.finish(&in_flight.connection, answer).await;
         }
     }
 

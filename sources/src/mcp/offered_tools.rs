@@ -87,11 +87,11 @@ impl OfferedTools {
 
 /// Returns `NAME.tool`, replacing the characters that a name cannot contain.
 fn qualified_tool_name(upstream: &str, upstream_name: &str) -> Option<String> {
-    let plain = |c: char| match c {
+    let sanitize = |c: char| match c {
         c if c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '/' | '.') => c,
         _ => '_',
     };
-    let rest: String = upstream_name.chars().map(plain).collect();
+    let rest: String = upstream_name.chars().map(sanitize).collect();
     let name = format!("{upstream}.{}", rest.trim_matches('.').replace("..", "_"));
     check_tool_name(&name).ok().map(|()| name)
 }

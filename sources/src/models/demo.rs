@@ -58,8 +58,9 @@ impl Model for DemoModel {
             prompt_tokens: tokens::count(&read) as u64,
             completion_tokens: tokens::count(&format!("{text}{arguments}")) as u64,
         };
-        let stopped = if calls.is_empty() { FinishReason::Stop } else { FinishReason::ToolCalls };
-        Ok(ModelReply { text, calls, finish_reason: stopped, usage, model: Some(DEMO.into()) })
+        let finish_reason =
+            if calls.is_empty() { FinishReason::Stop } else { FinishReason::ToolCalls };
+        Ok(ModelReply { text, calls, finish_reason, usage, model: Some(DEMO.into()) })
     }
 }
 

@@ -280,9 +280,9 @@ fn check_url(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
 }
 
 fn check_variable(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
     // Catches a key that was written here by mistake, before it appears in a log.
-    if value.is_some_and(|name| !name.chars().all(plain) || name.len() > 128) {
+    if value.is_some_and(|name| !name.chars().all(is_allowed) || name.len() > 128) {
         let reason = "must be the name of an environment variable, not the key itself";
         return Err(InvalidSetting::new(key, reason));
     }

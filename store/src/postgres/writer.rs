@@ -120,7 +120,7 @@ impl WriterTask {
                         let reason =
                             self.outage.reason().unwrap_or_else(|| COMMIT_FATE_UNKNOWN.to_owned());
                         let error = StoreError::OutcomeUnknown(reason);
-                        group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+                        group.into_iter().for_each(|change| change.reply(Err(clone_error(&error))));
                         return;
                     }
                 }
@@ -129,21 +129,21 @@ impl WriterTask {
             if size == 1 {
                 tracing::error!(why = error.message(), "PostgreSQL refused a change");
                 let error = error.into_store_error();
-                return group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+                return group.into_iter().for_each(|change| change.reply(Err(clone_error(&error))));
             }
             tracing::debug!(
                 why = error.message(),
                 size,
                 "retrying the changes of a group separately"
             );
-            for one in group {
-                Box::pin(self.commit_group(vec![one])).await;
+            for change in group {
+                Box::pin(self.commit_group(vec![change])).await;
             }
             return;
         }
         metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
         metrics::histogram!("toolcrib_store_commit_group_size").record(size as f64);
-        group.into_iter().for_each(|one| one.reply(Ok(())));
+        group.into_iter().for_each(|change| change.reply(Ok(())));
     }
 
     /// Commits a group in one transaction. Restores the counters if the transaction fails.
@@ -158,17 +158,17 @@ impl WriterTask {
 
     async fn run_transaction(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), SessionError> {
         let mut numbers = self.connection.counters;
-        group.iter_mut().for_each(|one| one.assign_numbers(&mut numbers));
+        group.iter_mut().for_each(|change| change.assign_numbers(&mut numbers));
         self.connection.counters = numbers;
         {
             let writer = &self.connection;
             let begin = writer.session.batch_execute("BEGIN");
             let mut sent: Vec<ChangeFuture<'_, ()>> = vec![Box::pin(begin)];
-            sent.extend(group.iter_mut().filter_map(|one| one.start_pipelined(writer)));
+            sent.extend(group.iter_mut().filter_map(|change| change.start_pipelined(writer)));
             futures::future::try_join_all(sent).await?;
         }
-        for one in group.iter_mut() {
-            if let Some(running) = one.run_alone(&mut self.connection) {
+        for change in group.iter_mut() {
+            if let Some(running) = change.run_alone(&mut self.connection) {
                 running.await?;
             }
         }
@@ -269,7 +269,7 @@ const LEASE_LOST: &str = "another toolcrib has served this database since the co
 
 fn fail_group(group: ChangeGroup, reason: &str) {
     let error = StoreError::Unavailable(reason.to_owned());
-    group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+    group.into_iter().for_each(|change| change.reply(Err(clone_error(&error))));
 }
 
 fn clone_error(error: &StoreError) -> StoreError {

@@ -139,8 +139,8 @@ impl Card {
             Some(_) => Err(bad_request(format!("{name} must be an object"))),
         };
         let card_id = text("card_id")?.unwrap_or_else(mint);
-        let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
-        if card_id.len() > 128 || !card_id.chars().all(plain) {
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+        if card_id.len() > 128 || !card_id.chars().all(is_allowed) {
             return Err(bad_request("card_id must be up to 128 letters, digits, '_' and '-'"));
         }
         if text("project_id")?.is_some_and(|project_id| project_id != project) {

@@ -41,9 +41,9 @@ pub fn parse(text: &str) -> Option<Subject<'_>> {
 
 /// Returns true if this can be the subject of a command for a tool of this project.
 pub fn is_command_of(text: &str, project: &str) -> bool {
-    let plain = text.split('.').all(is_token);
+    let is_valid = text.split('.').all(is_token);
     parse(text).is_some_and(|parts| {
-        plain && parts.project == project && (parts.category, parts.component) == ("cmd", "tool")
+        is_valid && parts.project == project && (parts.category, parts.component) == ("cmd", "tool")
     })
 }
 

@@ -75,9 +75,10 @@ fn registration_conflict(
     if existing.executor != Executor::CLIENT {
         return Some(format!("\"{name}\" is not a tool of clients"));
     }
-    let others = catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
-    let others: Vec<&String> = others.collect();
-    if others.is_empty() {
+    let other_clients =
+        catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
+    let other_clients: Vec<&String> = other_clients.collect();
+    if other_clients.is_empty() {
         return None;
     }
     if !have_same_schemas(existing, tool) {
@@ -87,7 +88,8 @@ fn registration_conflict(
         ));
     }
     let client = |id: &String| catalog.client(&caller.project, id);
-    let foreign = others.iter().any(|id| client(id).is_some_and(|c| c.owner != caller.agent));
+    let foreign =
+        other_clients.iter().any(|id| client(id).is_some_and(|c| c.owner != caller.agent));
     if !foreign || caller.may_administer() {
         return None;
     }
@@ -98,21 +100,21 @@ fn registration_conflict(
     ))
 }
 
-fn have_same_schemas(one: &ToolDefinition, two: &ToolDefinition) -> bool {
-    one.input_schema == two.input_schema && one.output_schema == two.output_schema
+fn have_same_schemas(left: &ToolDefinition, right: &ToolDefinition) -> bool {
+    left.input_schema == right.input_schema && left.output_schema == right.output_schema
 }
 
 /// Returns the first field, other than the schemas, in which two definitions of one tool differ.
 /// The fields compared decide how the tool is executed and how models see it.
-fn first_difference(one: &ToolDefinition, two: &ToolDefinition) -> Option<&'static str> {
+fn first_difference(left: &ToolDefinition, right: &ToolDefinition) -> Option<&'static str> {
     let same = [
-        ("effect", one.effect == two.effect),
-        ("risk", one.risk == two.risk),
-        ("timeout_ms", one.timeout_ms == two.timeout_ms),
-        ("async", one.background == two.background),
-        ("policy", one.policy == two.policy),
-        ("fallback", one.fallback == two.fallback),
-        ("description", one.description == two.description),
+        ("effect", left.effect == right.effect),
+        ("risk", left.risk == right.risk),
+        ("timeout_ms", left.timeout_ms == right.timeout_ms),
+        ("async", left.background == right.background),
+        ("policy", left.policy == right.policy),
+        ("fallback", left.fallback == right.fallback),
+        ("description", left.description == right.description),
     ];
     same.into_iter().find(|(_, same)| !same).map(|(field, _)| field)
 }

@@ -212,9 +212,10 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
                 let each = servers.values_mut().filter_map(Value::as_object_mut);
                 each.for_each(|server| server.extend(overrides.clone()));
             }
-            None => {
-                document.as_object_mut().into_iter().for_each(|one| one.extend(overrides.clone()))
-            }
+            None => document
+                .as_object_mut()
+                .into_iter()
+                .for_each(|server_document| server_document.extend(overrides.clone())),
         }
         return Ok(document);
     }
@@ -260,8 +261,8 @@ async fn add(
     match target {
         McpServersTarget::Server(client) => {
             let spinner = output.start_spinner("waiting for its first answer");
-            let ask = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
-            let added = client.request_json(ask).await;
+            let request = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
+            let added = client.request_json(request).await;
             spinner.finish_and_clear();
             let added = added?;
             if output.json {
@@ -419,8 +420,8 @@ async fn refresh(
     target: &McpServersTarget,
     name: &str,
 ) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
-    let source = require_server(target)?.request_json(ask.wait(CONNECT_WAIT)).await?;
+    let request = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
+    let source = require_server(target)?.request_json(request.wait(CONNECT_WAIT)).await?;
     match context.output.json {
         true => context.output.print_json(&source),
         false => context.output.print_line(&describe_source(&source)),
@@ -434,8 +435,8 @@ async fn accept(
     tools: Vec<String>,
 ) -> Result<(), CommandFailure> {
     let body = if tools.is_empty() { json!({}) } else { json!({ "tools": tools }) };
-    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
-    let answer = require_server(target)?.request_json(ask).await?;
+    let request = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
+    let answer = require_server(target)?.request_json(request).await?;
     if context.output.json {
         return context.output.print_json(&answer);
     }

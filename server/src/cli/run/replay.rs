@@ -77,10 +77,10 @@ fn format_reply(reply: &Value) -> String {
     let text = match calls.is_empty() {
         true => format!("\"{}\"", str_member(reply, "text")),
         false => {
-            let one = |call: &Value| {
+            let describe_call = |call: &Value| {
                 format!("{} {}", str_member(call, "name"), str_member(call, "arguments"))
             };
-            calls.iter().map(one).collect::<Vec<_>>().join(", ")
+            calls.iter().map(describe_call).collect::<Vec<_>>().join(", ")
         }
     };
     let short: String = sanitize_line(&text).chars().take(MAX_EXCERPT_CHARS).collect();

@@ -191,7 +191,7 @@ fn run_statement(
     args: &DatabaseQueryArgs,
     limits: QueryLimits,
 ) -> Result<DatabaseQueryResult, SqliteQueryError> {
-    let one = "only one statement is run: remove what follows the first";
+    let message = "only one statement is run: remove what follows the first";
     let mut batch = Batch::new(connection, &args.sql);
     let Some(mut statement) = batch.next()? else {
         return Err(SqliteQueryError::Refused("sql has no statement in it: write a SELECT".into()));
@@ -200,7 +200,7 @@ fn run_statement(
     // statement.
     match batch.next() {
         Ok(None) => {}
-        _ => return Err(SqliteQueryError::Refused(one.into())),
+        _ => return Err(SqliteQueryError::Refused(message.into())),
     }
     if statement.column_count() == 0 || !statement.readonly() {
         return Err(SqliteQueryError::Refused(

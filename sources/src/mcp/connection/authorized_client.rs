@@ -72,12 +72,12 @@ impl AuthorizedClient {
     async fn retry_with_token<T, F>(
         &self,
         first_token: Option<String>,
-        ask: impl FnMut(Option<String>) -> F,
+        send: impl FnMut(Option<String>) -> F,
     ) -> Result<T, HttpTransportError>
     where
         F: Future<Output = Result<T, HttpTransportError>>,
     {
-        self.retry_refused(first_token, ask, |answer| challenge_from_error(answer.as_ref().err()?))
+        self.retry_refused(first_token, send, |answer| challenge_from_error(answer.as_ref().err()?))
             .await
     }
 
@@ -87,8 +87,9 @@ impl AuthorizedClient {
         &self,
         make: impl Fn(&reqwest::Client, Option<&str>) -> RequestBuilder,
     ) -> Result<Response, reqwest::Error> {
-        let ask = |token: Option<String>| make(&self.client, token.as_deref()).send();
-        self.retry_refused(None, ask, |answer| challenge_from_response(answer.as_ref().ok()?)).await
+        let send = |token: Option<String>| make(&self.client, token.as_deref()).send();
+        self.retry_refused(None, send, |answer| challenge_from_response(answer.as_ref().ok()?))
+            .await
     }
 
     /// Sends a request with the current token, and again with another one while it is refused.
@@ -96,17 +97,17 @@ impl AuthorizedClient {
     async fn retry_refused<T, E, F>(
         &self,
         first_token: Option<String>,
-        mut ask: impl FnMut(Option<String>) -> F,
+        mut send: impl FnMut(Option<String>) -> F,
         challenge_in: impl Fn(&Result<T, E>) -> Option<AuthChallenge>,
     ) -> Result<T, E>
     where
         F: Future<Output = Result<T, E>>,
     {
-        let Some(authorizer) = &self.authorizer else { return ask(first_token).await };
+        let Some(authorizer) = &self.authorizer else { return send(first_token).await };
         let mut token = authorizer.token().await;
         let mut retries_left = MAX_TOKEN_RETRIES;
         loop {
-            let answer = ask(token.as_deref().map(str::to_owned)).await;
+            let answer = send(token.as_deref().map(str::to_owned)).await;
             let Some(challenge) = challenge_in(&answer) else {
                 if answer.is_ok() {
                     authorizer.record_accepted(token.as_deref());

@@ -131,8 +131,8 @@ fn string_map(map: &Map<String, Value>) -> Option<BTreeMap<String, String>> {
 /// Replaces each character that a tool name cannot contain with a dash. Desktop clients allow any
 /// name.
 fn sanitize_server_name(name: &str) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
-    let name: String = name.trim().chars().map(plain).collect();
+    let sanitize = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
+    let name: String = name.trim().chars().map(sanitize).collect();
     name.trim_matches('-').to_owned()
 }
 

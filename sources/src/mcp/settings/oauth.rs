@@ -79,8 +79,8 @@ fn is_usual(kind: &GrantKind) -> bool {
 
 /// Returns `true` if the text is a scope as defined by RFC 6749.
 fn is_scope(text: &str) -> bool {
-    let fine = |byte: u8| matches!(byte, 0x21 | 0x23..=0x5b | 0x5d..=0x7e);
-    !text.is_empty() && text.bytes().all(fine)
+    let is_allowed = |byte: u8| matches!(byte, 0x21 | 0x23..=0x5b | 0x5d..=0x7e);
+    !text.is_empty() && text.bytes().all(is_allowed)
 }
 
 impl McpOauthSettings {

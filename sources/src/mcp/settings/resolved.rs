@@ -164,11 +164,11 @@ fn escape_non_ascii(written: &str) -> String {
 /// Returns the parts of a URL that may be secret: the values of its query, and a password.
 fn url_secrets(url: &str) -> Vec<String> {
     let Ok(url) = reqwest::Url::parse(url) else { return Vec::new() };
-    let plain = url.query_pairs().map(|(_, value)| value.into_owned());
+    let query_values = url.query_pairs().map(|(_, value)| value.into_owned());
     // Also in their percent-encoded form.
     let written = url.query().unwrap_or_default().split('&');
     let written = written.filter_map(|pair| Some(pair.split_once('=')?.1.to_owned()));
-    plain.chain(written).chain(url.password().map(str::to_owned)).collect()
+    query_values.chain(written).chain(url.password().map(str::to_owned)).collect()
 }
 
 fn not_set(name: &str) -> String {

@@ -379,11 +379,11 @@ impl UpstreamServer {
         offered: &BTreeMap<String, ToolDefinition>,
     ) -> BTreeMap<String, ToolDefinition> {
         let unusable = self.rejected_tools.lock();
-        let is_same = |name: &str, tool: &ToolDefinition| {
+        let is_rejected = |name: &str, tool: &ToolDefinition| {
             unusable.get(name).is_some_and(|(refused, _)| refused == tool)
         };
-        let fine = offered.iter().filter(|(name, tool)| !is_same(name, tool));
-        fine.map(|(name, tool)| (name.clone(), tool.clone())).collect()
+        let acceptable = offered.iter().filter(|(name, tool)| !is_rejected(name, tool));
+        acceptable.map(|(name, tool)| (name.clone(), tool.clone())).collect()
     }
 
     /// Returns the tools that the registry has rejected and that are still offered in the same

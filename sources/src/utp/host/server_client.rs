@@ -337,8 +337,9 @@ impl ServerClient {
                 metadata[name] = meta[name].clone();
             }
         }
-        let plain = answer.status == toolcrib::domain::utp::ToolStatus::Success && !meta.is_null();
-        let server_card_id = Self::server_result_card_id(command).filter(|_| plain);
+        let is_plain_success =
+            answer.status == toolcrib::domain::utp::ToolStatus::Success && !meta.is_null();
+        let server_card_id = Self::server_result_card_id(command).filter(|_| is_plain_success);
         json!({
             "card_id": server_card_id.unwrap_or_else(|| Self::result_card_id(command)),
             "project_id": command.project,

@@ -112,7 +112,8 @@ pub(super) async fn list(
     let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;
     let query = DeliveryQuery { status, before, limit };
     let page = state.engine.webhooks().deliveries(&caller, query).await?;
-    let deliveries = page.deliveries.iter().map(|one| DeliveryBody::new(one, None)).collect();
+    let deliveries =
+        page.deliveries.iter().map(|delivery| DeliveryBody::new(delivery, None)).collect();
     let next_cursor = page.next_before.map(|id| id.to_string());
     let list = DeliveryList { deliveries, next_cursor: next_cursor.clone() };
     Ok(pagination::page_response(list, next_cursor))

@@ -287,7 +287,7 @@ impl<'a> ToolCallWaiter<'a> {
             tokio::select! {
                 () = self.superseded() => true,
                 () = context.ct.cancelled() => true,
-                goes_on = self.wait_until_superseded(ticket, call, &keys) => goes_on,
+                response = self.wait_until_superseded(ticket, call, &keys) => response,
             }
         };
         let answers = match elicitation::elicit(&context.peer, questions, pointless).await {
@@ -298,7 +298,7 @@ impl<'a> ToolCallWaiter<'a> {
             ElicitationOutcome::Superseded(_) if context.ct.is_cancelled() => {
                 return Err(self.handle_disconnect(ticket, call).await);
             }
-            ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
+            ElicitationOutcome::Superseded(response) => return Ok(response),
             ElicitationOutcome::Unanswered => {
                 let message = "the MCP client did not answer the elicitation";
                 let fault = Fault::new(Code::RuntimeError, message).retryable(false);
