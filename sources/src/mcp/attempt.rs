@@ -140,8 +140,9 @@ impl UpstreamAttempt {
         let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answers = answers.filter(|answers| !answers.is_empty());
         let state = note.state.as_deref();
+        let call = direct.call(upstream_tool, &self.attempt, answers, state, &self.progress);
         let reply = tokio::select! {
-            reply = direct.call(upstream_tool, &self.attempt, answers, state, &self.progress) => reply,
+            reply = call => reply,
             // Closing the connection cancels the request.
             () = self.running.token.cancelled() => {
                 return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));

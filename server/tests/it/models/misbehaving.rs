@@ -173,7 +173,7 @@ async fn an_error_in_the_stream_ends_it() {
     )
     .await;
     assert!(
-        failure.is_transient && failure.fault.message.contains("gave up: overloaded"),
+        failure.is_transient && failure.fault.message.contains("stopped with an error: overloaded"),
         "{failure}"
     );
     let text = "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\
