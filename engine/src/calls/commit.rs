@@ -83,7 +83,7 @@ impl Dispatcher {
                 None => return Err(call_not_found(id)),
             },
         };
-        let _one_at_a_time = entry.decision_lock.lock().await;
+        let _decision_guard = entry.decision_lock.lock().await;
         loop {
             let wall_offset_ms = self.core.clock.wall_offset_ms();
             let before = entry.call_by_offset(wall_offset_ms);
@@ -320,7 +320,7 @@ impl Dispatcher {
             "the system time was changed; the deadlines of open calls are adjusted"
         );
         let saving = others.iter().map(async |entry| {
-            let _one_at_a_time = entry.decision_lock.lock().await;
+            let _decision_guard = entry.decision_lock.lock().await;
             let mut next = Call::clone(&entry.call_by_offset(wall_offset_ms));
             if next.status.is_terminal() || entry.wall_offset_ms() == wall_offset_ms {
                 return;

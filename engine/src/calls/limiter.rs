@@ -95,11 +95,12 @@ impl LimiterState {
     fn has_capacity(&self, scope: &SlotScope, caps: &ConcurrencyCaps) -> bool {
         let is_below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
         // Most tools and projects have no limit, which saves the lookup.
-        let tool =
+        let has_tool_slot =
             caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&scope.queue) < cap);
-        let project =
+        let has_project_slot =
             || caps.project.is_none_or(|cap| self.projects.get(&scope.queue.project) < cap);
-        tool && (!scope.is_shared || is_below(self.global, caps.global) && project())
+        has_tool_slot
+            && (!scope.is_shared || is_below(self.global, caps.global) && has_project_slot())
     }
 
     fn acquire(&mut self, scope: &SlotScope) {
