@@ -66,8 +66,8 @@ async fn bind(address: &str) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|error| {
         let hint = match error.kind() {
             std::io::ErrorKind::AddrInUse => {
-                "something listens there already; choose another with --listen 127.0.0.1:8081, or \
-                 ask toolcrib doctor"
+                "another program listens there; choose another address with --listen \
+                 127.0.0.1:8081, or run toolcrib doctor"
             }
             std::io::ErrorKind::PermissionDenied => "ports below 1024 need more rights",
             _ => "give an address such as 127.0.0.1:8080",

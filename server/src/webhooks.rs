@@ -75,13 +75,13 @@ impl HttpWebhookSender {
         Ok(self.client.get_or_init(|| built))
     }
 
-    async fn send(&self, notice: &WebhookMessage) -> Result<(u16, HeaderMap), String> {
-        let delivery = &notice.delivery;
+    async fn send(&self, message: &WebhookMessage) -> Result<(u16, HeaderMap), String> {
+        let delivery = &message.delivery;
         let keys = self.keys.load_keys(&delivery.project)?;
         // The rules may have changed since the URL was accepted.
         let url =
             self.outbound.check(&delivery.url).map_err(|reason| format!("the URL {reason}"))?;
-        let payload = self.payload(&notice.call)?;
+        let payload = self.payload(&message.call)?;
         // The wall clock and not the engine's clock, because the receiver compares it with its own.
         let (id, timestamp) = (delivery.message_id(), Timestamp::now().as_second());
         let signature = keys.sign(&id, timestamp, &payload);
@@ -136,8 +136,8 @@ impl WebhookSender for HttpWebhookSender {
         Ok(url.into())
     }
 
-    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse {
-        match self.send(&notice).await {
+    async fn send(&self, message: WebhookMessage) -> DeliveryResponse {
+        match self.send(&message).await {
             Ok((code, headers)) => {
                 DeliveryResponse { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
             }

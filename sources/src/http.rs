@@ -154,8 +154,8 @@ impl HttpSource {
                 operation.build_request(&args, secrets, &|name: &str| self.read_variable(name))
             }
             HttpToolSpec::Jina => {
-                let look = |name: &str| self.read_jina_variable(name);
-                jina::build_request(options, &self.jina_endpoints, &args, secrets, &look)
+                let lookup = |name: &str| self.read_jina_variable(name);
+                jina::build_request(options, &self.jina_endpoints, &args, secrets, &lookup)
             }
         }?;
         self.check_destination(&request.url)?;
@@ -209,7 +209,9 @@ impl HttpSource {
 
     async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {
         let Some(command) = &attempt.command else {
-            return Err(Fault::new(Code::Internal, "the definition is gone").without_side_effect());
+            return Err(
+                Fault::new(Code::Internal, "the definition no longer exists").without_side_effect()
+            );
         };
         let request = self.build_request(&command.binding.options.to_value(), &attempt.args)?;
         let requested_ms = request.timeout_s.map(seconds_to_ms);
@@ -231,7 +233,7 @@ impl HttpSource {
 /// server's own variables may contain its keys.
 fn read_operator_variable(name: &str) -> Option<String> {
     if name.to_ascii_uppercase().starts_with("TOOLCRIB_") {
-        tracing::warn!(variable = name, "a variable of the server is not for tools");
+        tracing::warn!(variable = name, "tools may not read this variable of the server");
         return None;
     }
     std::env::var(name).ok().filter(|value| !value.is_empty())

@@ -70,8 +70,8 @@ pub enum PostgresOpenError {
 use PostgresOpenError as OpenError;
 
 impl From<SessionError> for OpenError {
-    fn from(broke: SessionError) -> Self {
-        Self::Postgres(broke.message())
+    fn from(error: SessionError) -> Self {
+        Self::Postgres(error.message())
     }
 }
 
@@ -265,7 +265,7 @@ impl Store for PostgresStore {
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
         let session = self.pool.acquire().await?;
-        events::newest_event(&session, &scope).await.map_err(SessionError::into_store_error)
+        events::last_event_number(&session, &scope).await.map_err(SessionError::into_store_error)
     }
 
     async fn run_tool_definitions(

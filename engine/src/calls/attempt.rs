@@ -87,12 +87,12 @@ impl Dispatcher {
 
     async fn report_attempt(self: &Arc<Self>, call: &Call, result: Result<Json, Fault>) {
         // An attempt that was stopped has nothing to report: its call has ended, or its time.
-        let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
+        let was_canceled = matches!(&result, Err(fault) if fault.code == Code::Canceled);
         let is_in_flight = || {
             let open = self.open_calls.get(&call.id).map(|entry| entry.call());
             open.is_some_and(|now| now.has_attempt_in_flight() && now.attempt == call.attempt)
         };
-        if stopped && !is_in_flight() {
+        if was_canceled && !is_in_flight() {
             return;
         }
         self.prepare_output_schema(call).await;
@@ -151,17 +151,17 @@ impl Dispatcher {
 
     /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
     async fn build_command(&self, call: &Arc<Call>) -> Result<ToolCommand, Fault> {
-        let found = self.registry.load_binding(call).await.map_err(|error| {
-            let message = format!("the definition cannot be read: {error}");
+        let loaded_binding = self.registry.load_binding(call).await.map_err(|error| {
+            let message = format!("cannot read the tool definition: {error}");
             Fault::new(Code::UpstreamUnavailable, message).without_side_effect()
         })?;
-        let Some(binding) = found else {
-            let message = format!("the definition of {} is gone", call.target.tool);
+        let Some(binding) = loaded_binding else {
+            let message = format!("the definition of {} no longer exists", call.target.tool);
             return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
         };
         let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
-        let handed_on = self.attempt_traceparent(call).map(|span| span.to_string());
-        let traceparent = handed_on.unwrap_or_else(|| derived::call_traceparent(call));
+        let attempt_traceparent = self.attempt_traceparent(call).map(|span| span.to_string());
+        let traceparent = attempt_traceparent.unwrap_or_else(|| derived::call_traceparent(call));
         let (route, call) = (utp::Route::for_call(call), call.clone());
         Ok(ToolCommand { call, route, binding, card_id, traceparent })
     }
@@ -180,7 +180,7 @@ impl Dispatcher {
         match shared.write_command(card, &command.route, &command.traceparent).await {
             Ok(()) => Ok(command),
             Err(error) => {
-                let message = format!("the command's card is not stored: {error}");
+                let message = format!("cannot store the card of the command: {error}");
                 Err(Fault::new(Code::UpstreamUnavailable, message).without_side_effect())
             }
         }

@@ -83,7 +83,7 @@ impl Dispatcher {
                 None => return Err(call_not_found(id)),
             },
         };
-        let _one_at_a_time = entry.decision_lock.lock().await;
+        let _decision_guard = entry.decision_lock.lock().await;
         loop {
             let wall_offset_ms = self.core.clock.wall_offset_ms();
             let before = entry.call_by_offset(wall_offset_ms);
@@ -224,11 +224,11 @@ impl Dispatcher {
         kind: EventKind,
     ) -> Result<usize, Error> {
         let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
-        let others = self.core.limits.max_progress_events as usize + 1_000;
+        let other_events = self.core.limits.max_progress_events as usize + 1_000;
         let events = self
             .core
             .store
-            .events(scope, 0, MAX_LATE_EVENTS + others)
+            .events(scope, 0, MAX_LATE_EVENTS + other_events)
             .await
             .map_err(from_store_error)?;
         Ok(events.iter().filter(|event| event.record.kind == kind).count())
@@ -236,8 +236,8 @@ impl Dispatcher {
 
     /// Releases the slot of an attempt that is no longer in flight, and lets its source forget it.
     fn release_attempt(&self, entry: &OpenCall, before: &Call, after: &Call, actions: &[Action]) {
-        let over = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
-        if !over {
+        let has_ended = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
+        if !has_ended {
             if after.status.is_terminal() {
                 self.limiter.dequeue(&after.id);
             }
@@ -310,9 +310,12 @@ impl Dispatcher {
         if others.is_empty() {
             return;
         }
-        tracing::warn!(calls = others.len(), "the system time was changed; open calls follow it");
+        tracing::warn!(
+            calls = others.len(),
+            "the system time was changed; the deadlines of open calls are adjusted"
+        );
         let saving = others.iter().map(async |entry| {
-            let _one_at_a_time = entry.decision_lock.lock().await;
+            let _decision_guard = entry.decision_lock.lock().await;
             let mut next = Call::clone(&entry.call_by_offset(wall_offset_ms));
             if next.status.is_terminal() || entry.wall_offset_ms() == wall_offset_ms {
                 return;
@@ -323,7 +326,7 @@ impl Dispatcher {
                 Ok(SaveResult::Saved) => entry.set_committed(next, wall_offset_ms),
                 Ok(SaveResult::Conflict) => {}
                 Err(error) => {
-                    tracing::warn!(call = %next.id, %error, "a new deadline is not stored");
+                    tracing::warn!(call = %next.id, %error, "cannot store a new deadline");
                 }
             }
         });

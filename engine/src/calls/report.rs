@@ -130,7 +130,7 @@ impl Calls {
         answers: Map<String, Value>,
     ) -> Result<Arc<Call>, Error> {
         if !caller.may_invoke() {
-            let message = "a provider's key cannot answer what a tool asks";
+            let message = "a provider's key cannot answer elicitations";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         elicitation::check_answers_size(&answers)?;
@@ -288,12 +288,12 @@ impl Dispatcher {
         progress: AttemptProgress,
     ) -> Result<(), Error> {
         let entry = self.open_calls.get(id).ok_or_else(|| {
-            let message = format!("call \"{id}\" has ended; its progress is not kept");
+            let message = format!("call \"{id}\" has ended; its progress is not stored");
             Error::refused(Code::Conflict, message)
         })?;
         let call = entry.call();
         if !call.has_attempt_in_flight() || call.attempt != attempt {
-            let message = format!("attempt {attempt} of call \"{id}\" is not out");
+            let message = format!("attempt {attempt} of call \"{id}\" is not in flight");
             return Err(Error::refused(Code::Conflict, message));
         }
         // Excess progress is not an error; events beyond the limit are not stored.
@@ -342,7 +342,7 @@ pub(crate) fn require_accepted(
     let (reason, message) = match (refusal, other) {
         (Refusal::NotApplicable | Refusal::Duplicate, _) => {
             let waits = describe_state(&call);
-            ("not_expected", format!("call \"{id}\" does not wait for that: it {waits}"))
+            ("not_expected", format!("call \"{id}\" does not expect this: it {waits}"))
         }
         (Refusal::AlreadyEnded(_), _) => {
             let why = end.map_or_else(String::new, |fault| format!(": {}", fault.message));
@@ -361,7 +361,7 @@ pub(crate) fn require_accepted(
         }
         (Refusal::WrongAttempt(_), None) => {
             let by = call.acknowledged_by.as_deref().unwrap_or_default();
-            ("already_taken", format!("call \"{id}\" was taken by client \"{by}\" before"))
+            ("already_taken", format!("call \"{id}\" was already acknowledged by client \"{by}\""))
         }
     };
     let detail = json!({

@@ -30,32 +30,32 @@ impl Dispatcher {
         args: &Value,
         call: &Call,
     ) -> Vec<Target> {
-        let alternates = self.fallbacks_of(tool);
+        let fallbacks = self.fallbacks_of(tool);
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
-        for alternate in alternates {
-            let allowed = catalog.authorize(caller, &alternate.tool).is_allowed();
-            let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
-            let Some(other) = found else { continue };
-            let by_client = other.definition.executor == Executor::CLIENT;
-            if by_client && !can_execute(catalog, &caller.project, &other, pinned) {
+        for fallback in fallbacks {
+            let allowed = catalog.authorize(caller, &fallback.tool).is_allowed();
+            let found = catalog.find(&caller.project, &fallback.tool).filter(|_| allowed);
+            let Some(fallback_tool) = found else { continue };
+            let by_client = fallback_tool.definition.executor == Executor::CLIENT;
+            if by_client && !can_execute(catalog, &caller.project, &fallback_tool, pinned) {
                 continue;
             }
-            let mapped = args::map_arguments(alternate.args.as_ref(), args);
+            let mapped = args::map_arguments(fallback.args.as_ref(), args);
             let max_bytes = self.core.limits.max_args_bytes;
-            let fitting = match &other.rules {
+            let fitted_args = match &fallback_tool.rules {
                 Some(rules) => {
                     let applied = rules.apply(&mapped, &args::TemplateVars::for_call(call));
-                    fit_applied_arguments(&other, &applied, max_bytes)
+                    fit_applied_arguments(&fallback_tool, &applied, max_bytes)
                 }
                 None => {
                     let args = Json::from_value(&mapped);
-                    let given = ExecutedArguments { args, value: Cow::Owned(mapped) };
-                    fit_to_schema(&other, given, &[], max_bytes)
+                    let mapped_args = ExecutedArguments { args, value: Cow::Owned(mapped) };
+                    fit_to_schema(&fallback_tool, mapped_args, &[], max_bytes)
                 }
             };
-            if let Ok(args) = fitting {
-                targets.push(self.build_target(&other, args));
+            if let Ok(args) = fitted_args {
+                targets.push(self.build_target(&fallback_tool, args));
             }
         }
         targets
@@ -63,8 +63,9 @@ impl Dispatcher {
 
     /// Returns the fallback tools of a tool: those that the operator set, or its definition's.
     pub(crate) fn fallbacks_of<'a>(&'a self, tool: &'a Compiled) -> &'a [Fallback] {
-        let over = self.core.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
-        over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
+        let override_fallback =
+            self.core.policies.tools.get(&tool.definition.name).map(|tool| &tool.fallback);
+        override_fallback.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
     }
 
     /// Builds the target of a call to this tool.
@@ -106,8 +107,9 @@ impl Dispatcher {
     /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
     pub(crate) fn resolve_caps(&self, queue: &QueueKey) -> Option<ConcurrencyCaps> {
         let entry = self.registry.catalog().find(&queue.project, &queue.tool)?;
-        let over = self.core.policies.tools.get(&queue.tool).and_then(|o| o.policy.max_parallel);
-        let tool = over.or(entry.definition.policy.max_parallel);
+        let tool_override = self.core.policies.tools.get(&queue.tool);
+        let override_max_parallel = tool_override.and_then(|tool| tool.policy.max_parallel);
+        let tool = override_max_parallel.or(entry.definition.policy.max_parallel);
         Some(ConcurrencyCaps { tool, ..self.project_caps(&queue.project) })
     }
 

@@ -272,7 +272,8 @@ impl Call {
 
     /// Returns true if the attempt continues when the process that started it is gone.
     pub fn survives_node_loss(&self) -> bool {
-        let handed = self.elicitation.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
+        let handed =
+            self.elicitation.as_ref().is_some_and(|elicitation| elicitation.handle.is_some());
         self.has_attempt_in_flight() && (self.target.traits.reports_later || handed)
     }
 

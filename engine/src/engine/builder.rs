@@ -108,8 +108,8 @@ impl EngineBuilder {
 
     /// Sets the authenticator for callers without an API key. Every caller then needs a key or a
     /// token.
-    pub fn authenticator(mut self, recognise: Arc<dyn Authenticator>) -> Self {
-        self.authenticator = Some(recognise);
+    pub fn authenticator(mut self, authenticator: Arc<dyn Authenticator>) -> Self {
+        self.authenticator = Some(authenticator);
         self
     }
 
@@ -132,8 +132,8 @@ impl EngineBuilder {
     }
 
     /// Sets the default policy for model requests and their retries.
-    pub fn model_request_policy(mut self, asking: ModelRequestPolicy) -> Self {
-        self.model_request_policy = asking;
+    pub fn model_request_policy(mut self, policy: ModelRequestPolicy) -> Self {
+        self.model_request_policy = policy;
         self
     }
 
@@ -153,9 +153,9 @@ impl EngineBuilder {
     pub fn webhook_sender(
         mut self,
         notifier: Arc<dyn WebhookSender>,
-        notifying: DeliverySettings,
+        settings: DeliverySettings,
     ) -> Self {
-        (self.webhook_sender, self.webhook_settings) = (Some(notifier), notifying);
+        (self.webhook_sender, self.webhook_settings) = (Some(notifier), settings);
         self
     }
 

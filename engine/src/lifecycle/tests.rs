@@ -658,7 +658,9 @@ fn timeout_messages_say_whether_it_may_have_happened() {
     assert!(message(&running_call(Effect::Irreversible)).contains("may have taken effect"));
     assert!(message(&running_call(Effect::Read)).contains("calling again is safe"));
     assert!(message(&call_in(Executor::CLIENT, State::Unacknowledged)).contains("connected?"));
-    assert!(message(&call_in(Executor::CLIENT, State::Queue)).contains("no place was free"));
+    assert!(
+        message(&call_in(Executor::CLIENT, State::Queue)).contains("no execution slot was free")
+    );
 }
 
 #[test]

@@ -34,7 +34,7 @@ pub enum StoreError {
     #[error("it is unknown if the store wrote this: {0}")]
     OutcomeUnknown(String),
     /// This program cannot have written the stored data.
-    #[error("the store holds something unreadable: {0}")]
+    #[error("the store has unreadable data: {0}")]
     Corrupt(String),
 }
 

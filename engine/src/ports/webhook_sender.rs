@@ -27,7 +27,7 @@ pub trait WebhookSender: Send + Sync + 'static {
     fn check_url(&self, project: &str, url: &str) -> Result<String, String>;
 
     /// Makes one attempt. The implementation limits its duration.
-    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse;
+    async fn send(&self, message: WebhookMessage) -> DeliveryResponse;
 }
 
 /// Settings of webhook delivery.

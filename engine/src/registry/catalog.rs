@@ -160,8 +160,8 @@ impl Catalog {
                 .project_tools
                 .get(project, name)
                 .filter(|entry| entry.definition == *definition);
-            let same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
-            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(same)) {
+            let is_same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
+            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(is_same)) {
                 Some(entry) => entry.clone(),
                 None => Arc::new(CatalogEntry::deferred(definition.clone())),
             };
@@ -201,7 +201,7 @@ impl Catalog {
         if exact.is_some() && (!is_model_name() || self.authorize(caller, name).is_allowed()) {
             return exact;
         }
-        let meant = || {
+        let resolved = || {
             let index = self.by_model_name.get_or_init(|| self.build_model_name_index());
             let is_visible = |entry: &CatalogEntry| match &entry.definition.project {
                 Some(project) => *project == caller.project,
@@ -209,12 +209,12 @@ impl Catalog {
             };
             let allowed =
                 |entry: &CatalogEntry| self.authorize(caller, &entry.definition.name).is_allowed();
-            let mut meant =
+            let mut resolved =
                 index.get(name)?.iter().filter(|entry| is_visible(entry) && allowed(entry));
-            let first = meant.next()?;
-            meant.next().is_none().then(|| first.clone())
+            let first = resolved.next()?;
+            resolved.next().is_none().then(|| first.clone())
         };
-        meant().or(exact)
+        resolved().or(exact)
     }
 
     fn build_model_name_index(&self) -> NameMap<Vec<Arc<CatalogEntry>>> {
@@ -394,8 +394,8 @@ impl Registry {
                 owner: caller.agent.clone(),
                 registered_ms: self.core.clock.wall_ms(),
             };
-            let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
-            Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
+            let (tools, unlisted_tools) = (registration.tools.clone(), registration.unlisted_tools);
+            Ok((DirectoryChange::Register { client, tools, unlisted_tools }, None))
         })
         .await?;
         self.refresh_client_offers(&caller.project, &registration.client_id);
@@ -572,8 +572,8 @@ pub(crate) fn require_registered(
 }
 
 pub(crate) fn check_client_id(client_id: &str) -> Result<(), Error> {
-    let plain = |c: char| c.is_ascii_graphic();
-    if (1..=128).contains(&client_id.len()) && client_id.chars().all(plain) {
+    let is_visible = |c: char| c.is_ascii_graphic();
+    if (1..=128).contains(&client_id.len()) && client_id.chars().all(is_visible) {
         return Ok(());
     }
     let message = "client_id must be 1 to 128 visible ASCII characters";

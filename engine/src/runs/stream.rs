@@ -46,14 +46,14 @@ impl Runs {
         let loops = self.core.store.runs();
         loop {
             let active_run = self.is_run_active(caller, run_id);
-            let over = !active_run && {
+            let has_ended = !active_run && {
                 let found = loops.run(&caller.project, run_id).await.map_err(from_store_error)?;
                 found.is_some_and(|run| run.status.is_terminal())
             };
             let read = loops.run_events(&caller.project, run_id, after, limit).await;
-            let happened = read.map_err(from_store_error)?;
-            if !happened.is_empty() || over || self.core.shutdown.is_cancelled() {
-                return Ok(happened);
+            let events = read.map_err(from_store_error)?;
+            if !events.is_empty() || has_ended || self.core.shutdown.is_cancelled() {
+                return Ok(events);
             }
             tokio::select! {
                 () = listener.wait_for_wake() => {}

@@ -65,7 +65,7 @@ pub fn engine_limits(config: &Config) -> EngineLimits {
     }
 }
 
-/// Returns the time after which finished calls are deleted, or `None` if they are kept forever.
+/// Returns the time after which finished calls are deleted, or `None` if they are never deleted.
 pub fn retention_ms(config: &Config) -> Option<u64> {
     let days = config.retention.finished_calls_days;
     (days > 0.0).then_some((days * 86_400_000.0) as u64)

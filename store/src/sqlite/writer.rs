@@ -98,7 +98,7 @@ impl SqliteWriter {
         }
         match self.queue.push(change) {
             Ok(()) => Ok(()),
-            Err(PushError::Full) => unavailable("too much waits to be written"),
+            Err(PushError::Full) => unavailable("the write queue is full"),
             Err(PushError::Closed) => unavailable("the writer has stopped"),
         }
     }

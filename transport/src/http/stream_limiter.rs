@@ -82,14 +82,14 @@ impl StreamLimiter {
         if of_caller >= self.max_per_caller {
             let limit = self.max_per_caller;
             let message = format!(
-                "you have {limit} streams open, and a caller may have no more \
+                "you have reached the maximum of {limit} open streams per caller \
                  (limits.max_streams_per_caller): close some, or share one"
             );
             return Err(refusal(Code::RateLimited, message, "caller"));
         }
         if open.count >= self.max_streams {
-            let message = "the server has as many event streams and WebSockets open as it may \
-                           have (limits.max_streams)";
+            let message = "the server has reached its maximum number of event streams and \
+                           WebSockets (limits.max_streams)";
             return Err(refusal(Code::Overloaded, message.to_owned(), "server"));
         }
         open.count += 1;

@@ -40,14 +40,14 @@ impl FromRequestParts<HttpState> for WaitParam {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
-        let QueryParams(mut asked) = QueryParams::<Self>::from_request_parts(parts, state).await?;
-        if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
+        let QueryParams(mut params) = QueryParams::<Self>::from_request_parts(parts, state).await?;
+        if let (None, Some(text)) = (params.wait_ms, &params.wait) {
             let time = duration::parse_duration(text)
                 .map_err(|reason| invalid_parameter("wait", format!("wait: {reason}")))?;
-            asked.wait_ms = u64::try_from(time.as_millis()).ok();
+            params.wait_ms = u64::try_from(time.as_millis()).ok();
         }
-        asked.preferred_ms = prefer_wait_ms(&parts.headers);
-        Ok(asked)
+        params.preferred_ms = prefer_wait_ms(&parts.headers);
+        Ok(params)
     }
 }
 

@@ -123,7 +123,10 @@ fn metadata_url(resource: &str) -> String {
 /// Serves the metadata that says where to get a token (RFC 9728).
 async fn resource_metadata(State(entrance): State<McpHttpState>) -> Response {
     let Some(issuer) = &entrance.transport.shared.settings.protected_resource else {
-        return error_response(Error::refused(Code::NotFound, "this server takes no OAuth tokens"));
+        return error_response(Error::refused(
+            Code::NotFound,
+            "this server does not accept OAuth tokens",
+        ));
     };
     let body = json!({
         "resource": issuer.resource,
@@ -146,7 +149,7 @@ impl McpHttpState {
         if let Some(session) = &session {
             self.sessions.check_session(session, &caller).await?;
         }
-        let standing = Some(RequestCredentials::new(&caller, &parts.headers));
+        let credentials = Some(RequestCredentials::new(&caller, &parts.headers));
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) =
             (parse_catalogue_mode(query)?, parse_source_name(parts.uri.path())?);
@@ -157,10 +160,10 @@ impl McpHttpState {
             return Err(Error::refused(Code::NotFound, message));
         }
         if source.is_some() && catalogue == Some(CatalogueMode::Search) {
-            let message = "one source has no catalogue: ask /mcp for it";
+            let message = "a single source has no search catalogue: use /mcp";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        let view = CallerView { caller, credentials: standing, catalogue, source };
+        let view = CallerView { caller, credentials, catalogue, source };
         if let Some(session) = &session {
             self.transport.legacy_sessions.update_credentials(session, &view);
         }
@@ -186,7 +189,8 @@ impl McpHttpState {
         let mut answer = self.dispatch(parts, body, view, session, method.as_deref()).await?;
         // rmcp reports every body that it cannot read as one of an unsupported type.
         if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
-            let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
+            let message = "the body is JSON, but not a JSON-RPC 2.0 request, notification or \
+                           response";
             return Ok(invalid_message_response(id, -32600, message));
         }
         answer.extensions_mut().insert(deliveries);
@@ -398,7 +402,7 @@ struct JsonRpcMethod {
 
 /// Returns the JSON-RPC response to a body that is not JSON.
 fn parse_error_response(error: &serde_json::Error) -> Response {
-    let message = format!("the body is no JSON: {error}");
+    let message = format!("the body is not JSON: {error}");
     invalid_message_response(Value::Null, -32700, &message)
 }
 
@@ -441,7 +445,7 @@ async fn read_body(body: Body, limit: usize) -> Result<Bytes, Error> {
     let reading = tokio::time::timeout(MCP_BODY_TIMEOUT, axum::body::to_bytes(body, limit));
     let bytes = reading
         .await
-        .map_err(|_| Error::refused(Code::BadRequest, "the body took too long to come"))?
+        .map_err(|_| Error::refused(Code::BadRequest, "the body did not arrive in time"))?
         .map_err(|_| {
             let message = format!("the body is over the limit of {limit} bytes, or ended early");
             Error::refused(Code::PayloadTooLarge, message)

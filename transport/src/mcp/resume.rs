@@ -35,7 +35,7 @@ use super::request::{CallerView, remove_session_id};
 const LAST_EVENT_ID: &str = "last-event-id";
 
 /// Maximum number of open calls whose ids are sent on the stream of a session. The oldest ones are
-/// left out: a header of common size holds about this many.
+/// omitted: a header of common size holds about this many.
 const MAX_TRACKED_CALLS: usize = 16;
 
 /// Begins the ids of events on the stream of a session.

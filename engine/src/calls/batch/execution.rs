@@ -129,29 +129,31 @@ impl BatchExecution {
 
     /// Runs the batch and returns the answers in the order of the entries.
     pub(super) async fn run(self: Arc<Self>) -> (Vec<RenderedEntry>, Vec<PendingDelivery>) {
-        let together = CommitGroup::default();
-        let beginning = |(n, lane)| (lane, (n < self.max_parallel).then(|| together.add_member()));
-        let mut lanes: Vec<_> = self.plan_lanes().into_iter().enumerate().map(beginning).collect();
-        let mut others = JoinSet::new();
+        let commit_group = CommitGroup::default();
+        let with_member =
+            |(n, lane)| (lane, (n < self.max_parallel).then(|| commit_group.add_member()));
+        let mut lanes: Vec<_> =
+            self.plan_lanes().into_iter().enumerate().map(with_member).collect();
+        let mut tasks = JoinSet::new();
         // If every lane has a concurrency slot, the worker threads share them. If the caller
         // disconnects, dropping the set aborts its tasks.
         if lanes.len() <= self.max_parallel {
             let threads = tokio::runtime::Handle::current().metrics().num_workers();
-            let tasks = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
-            let each = lanes.len().div_ceil(tasks);
+            let task_count = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
+            let each = lanes.len().div_ceil(task_count);
             while lanes.len() > each {
-                others.spawn(self.clone().run_lanes(lanes.split_off(lanes.len() - each)));
+                tasks.spawn(self.clone().run_lanes(lanes.split_off(lanes.len() - each)));
             }
         }
         self.clone().run_lanes(lanes).await;
-        while let Some(done) = others.join_next().await {
-            if let Err(error) = done {
+        while let Some(joined) = tasks.join_next().await {
+            if let Err(error) = joined {
                 tracing::error!(%error, "a task of a batch failed");
             }
         }
         let answer = |(index, slot): (usize, &Mutex<AnswerSlot>)| {
-            let AnswerSlot { answer, is_uncommitted: ahead } = std::mem::take(&mut *slot.lock());
-            answer.filter(|_| !ahead).unwrap_or_else(|| self.render_entry(index, None))
+            let AnswerSlot { answer, is_uncommitted } = std::mem::take(&mut *slot.lock());
+            answer.filter(|_| !is_uncommitted).unwrap_or_else(|| self.render_entry(index, None))
         };
         let answers = self.answers.iter().enumerate().map(answer).collect();
         (answers, std::mem::take(&mut *self.deliveries.lock()))
@@ -200,7 +202,7 @@ impl BatchExecution {
         futures::stream::iter(lanes).buffer_unordered(self.max_parallel).collect::<()>().await;
     }
 
-    async fn run_lane(self: Arc<Self>, (indexes, mut coming): LaneStart) {
+    async fn run_lane(self: Arc<Self>, (indexes, mut member): LaneStart) {
         // Lanes that get a slot at the beginning start even if the caller does not wait at all.
         let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
         let in_time = || self.engine.core.now_ms() < self.wait_deadline_ms;
@@ -212,13 +214,13 @@ impl BatchExecution {
         };
         for index in indexes {
             let Ok(entry) = &self.parsed[index] else { continue };
-            let now = before.is_none() && (at_once || in_time());
-            if !now && !self.batch.defer_unstarted {
+            let may_start_now = before.is_none() && (at_once || in_time());
+            if !may_start_now && !self.batch.defer_unstarted {
                 let refused = BatchEntryState::Refused(not_started_fault());
                 self.record_answer(index, refused.into(), false);
                 continue;
             }
-            match self.run_entry(index, entry, coming.take(), before.clone()).await {
+            match self.run_entry(index, entry, member.take(), before.clone()).await {
                 LaneContinuation::Ended => at_once = false,
                 LaneContinuation::Predecessor(call) => before = Some(call),
                 LaneContinuation::Unaffected => {}
@@ -227,9 +229,9 @@ impl BatchExecution {
         self.open_predecessors.lock().extend(before);
     }
 
-    fn record_answer(&self, index: usize, resolution: EntryResolution, ahead: bool) {
+    fn record_answer(&self, index: usize, resolution: EntryResolution, is_uncommitted: bool) {
         let answer = Some(self.render_entry(index, Some(resolution)));
-        *self.answers[index].lock() = AnswerSlot { answer, is_uncommitted: ahead };
+        *self.answers[index].lock() = AnswerSlot { answer, is_uncommitted };
     }
 
     /// Returns whether an answer was prepared for the call, and marks it valid now that the call is
@@ -242,17 +244,17 @@ impl BatchExecution {
         self: &Arc<Self>,
         index: usize,
         entry: &ParsedToolCall,
-        coming: Option<GroupMember>,
+        member: Option<GroupMember>,
         after: Option<Arc<Call>>,
     ) -> LaneContinuation {
         let request = self.invocation(index, entry);
         let run = self.clone();
-        let ahead = move |call: &Arc<Call>| {
+        let prepare_answer = move |call: &Arc<Call>| {
             run.record_answer(index, run.ended_state(call.clone()).into(), true)
         };
         let membership = BatchMembership {
-            group_member: coming,
-            on_finished: Some(Box::new(ahead)),
+            group_member: member,
+            on_finished: Some(Box::new(prepare_answer)),
             predecessor: after,
         };
         let ticket = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
@@ -334,8 +336,8 @@ impl BatchExecution {
 }
 
 fn not_started_fault() -> Fault {
-    let message = "not begun: the wait was over before its turn came. Nothing was done, and it \
-                   will not be done later; ask for it again if it is still wanted";
+    let message = "not started: the wait ended before this call could start. Nothing was done, and \
+                   it will not be done later; call it again if it is still needed";
     Fault::new(Code::Canceled, message).without_side_effect().retryable(true)
 }
 

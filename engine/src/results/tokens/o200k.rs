@@ -1,7 +1,7 @@
 //! The encoding `o200k_base`: splits a text into pieces and merges the bytes of a piece into
 //! tokens. Pure.
 //!
-//! A piece of `n` bytes takes time in `n log n`, whatever its content.
+//! A piece of `n` bytes takes time in `n log n`, regardless of its content.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};

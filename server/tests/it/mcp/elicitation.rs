@@ -190,7 +190,7 @@ async fn a_legacy_client_gets_a_timeout_when_the_wait_for_input_ends() {
     let result = await_result_after_withdrawal(session_stream, stream, &elicitation).await;
     assert_eq!(result["isError"], true, "{result}");
     assert_eq!(result["structuredContent"]["error"]["code"], "TIMEOUT", "{result}");
-    assert!(text(&result).contains("no answer came within 1000 ms"), "{result}");
+    assert!(text(&result).contains("got no answer within 1000 ms"), "{result}");
 }
 
 #[tokio::test]
@@ -346,5 +346,5 @@ async fn an_elicitation_without_questions_fails_the_call() {
     let client = Mcp::modern(&server.api()).able(json!({ "elicitation": {} }));
     let failed = client.call("hello.never", json!({})).await.result();
     assert_eq!(failed["isError"], true);
-    assert!(text(&failed).contains("says not what"), "{failed}");
+    assert!(text(&failed).contains("requested input without a question"), "{failed}");
 }

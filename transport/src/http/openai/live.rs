@@ -1,9 +1,9 @@
 //! Conversations in progress: each runs in a task of its own and is followed by its requester.
 //!
 //! A conversation that only reads ends with its requester's connection. One that has made calls
-//! with side effects goes on: a repeated request takes it over, follows it from its first event and
-//! gets its answer. If none comes within the grace period, the conversation stops; it can still be
-//! continued from its checkpoint ([`toolcrib::runs::ConversationCheckpoint`]).
+//! with side effects continues: a repeated request takes it over, follows it from its first event
+//! and gets its answer. If none comes within the grace period, the conversation stops; it can still
+//! be continued from its checkpoint ([`toolcrib::runs::ConversationCheckpoint`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -203,7 +203,7 @@ impl LiveConversation {
         self.conversations.0.lock().remove(&self.id);
     }
 
-    /// Stops the conversation if its requester does not come back in time.
+    /// Stops the conversation if its requester does not return in time.
     async fn stop_after_grace(self: Arc<Self>) {
         let conversations = self.engine.runs().conversations();
         if !conversations.wait_for_requester(&self.caller, &self.id).await {
@@ -295,7 +295,7 @@ impl Requester {
                 Some(ConversationUpdate::Event(_)) => {}
                 Some(ConversationUpdate::Finished(end)) => return Ok(end),
                 None => {
-                    let message = "the conversation broke off; see the server's log";
+                    let message = "the conversation failed; see the server's log";
                     return Err(Error::refused(Code::Internal, message));
                 }
             }

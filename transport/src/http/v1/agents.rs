@@ -229,9 +229,10 @@ pub(super) async fn dispatch(
     path: TurnPath,
     JsonBody(body): JsonBody<DispatchBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let asked = body.into_dispatch();
+    let dispatch = body.into_dispatch();
     let sent =
-        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
+        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, dispatch))
+            .await?;
     Ok(Json(turn_body(&sent.turn, &sent.calls)))
 }
 
@@ -300,7 +301,7 @@ pub(super) async fn suspend(
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
     responses((status = 200, description = "The turn with the results"),
         (status = 404, body = ProblemDetails),
-        (status = 409, description = "Calls are still out, or it is not suspended", body = ProblemDetails)))]
+        (status = 409, description = "Calls are still open, or the turn is not suspended", body = ProblemDetails)))]
 pub(super) async fn resume(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,

@@ -44,7 +44,7 @@ pub(super) struct EventStreamQuery {
 /// Streams the events of one call until it ends.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/events", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket"), EventStreamQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn call_events(
@@ -61,7 +61,7 @@ pub(super) async fn call_events(
 
 /// Streams the events of all calls of the project, by default from now on.
 #[utoipa::path(get, path = "/v1/events", tag = "agents",
-    params(EventStreamQuery, ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+    params(EventStreamQuery, ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
 pub(super) async fn project_events(
     State(state): State<HttpState>,
@@ -116,15 +116,9 @@ fn event_messages(
     query: EventQuery,
     after: u64,
 ) -> impl Stream<Item = Result<Message, Infallible>> + Send + 'static {
-    let standing = RequestCredentials::new(&caller, headers);
-    let following = EventSubscription {
-        engine,
-        caller,
-        credentials: standing,
-        query,
-        after,
-        page: VecDeque::new(),
-    };
+    let credentials = RequestCredentials::new(&caller, headers);
+    let following =
+        EventSubscription { engine, caller, credentials, query, after, page: VecDeque::new() };
     stream::unfold(following, async |mut following| {
         let event = following.next().await?;
         let message = sse_message(&event, event.record.kind.as_str(), event_json(&event));
@@ -140,15 +134,9 @@ pub(super) fn stream_task_events(
     id: CallId,
     after: u64,
 ) -> SseResponse {
-    let (standing, query) = (RequestCredentials::new(&caller, headers), EventQuery::Call(id));
-    let following = EventSubscription {
-        engine,
-        caller,
-        credentials: standing,
-        query,
-        after,
-        page: VecDeque::new(),
-    };
+    let (credentials, query) = (RequestCredentials::new(&caller, headers), EventQuery::Call(id));
+    let following =
+        EventSubscription { engine, caller, credentials, query, after, page: VecDeque::new() };
     into_sse(stream::unfold(following, async |mut following| {
         loop {
             let event = following.next().await?;

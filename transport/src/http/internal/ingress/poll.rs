@@ -25,8 +25,8 @@ pub(in super::super) struct PollQuery {
     wait_ms: u64,
     /// Maximum number of requests (default: 1).
     max: Option<usize>,
-    /// `auto` (default): requests count as taken when they are handed over. `explicit`: POST …/ack
-    /// takes a request, and requests that are not acknowledged within 30 s are redelivered.
+    /// `auto` (default): requests count as acknowledged when they are returned. `explicit`: POST
+    /// …/ack acknowledges a request; one that is not acknowledged within 30 s is redelivered.
     ack: Option<String>,
 }
 

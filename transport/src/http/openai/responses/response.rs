@@ -35,9 +35,9 @@ pub(super) struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    pub(super) fn new(model: &str, asked: &Map<String, Value>) -> Self {
-        let field_or = |name: &str, usual: Value| {
-            asked.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
+    pub(super) fn new(model: &str, request: &Map<String, Value>) -> Self {
+        let field_or = |name: &str, default: Value| {
+            request.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(default)
         };
         let repeated = json!({
             "model": model,
