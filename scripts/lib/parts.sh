@@ -60,7 +60,7 @@ define_parts() {
   define_modules runs "" "runs batches contexts" "runs, batches, contexts"
   define_modules clients "" "ingress" "connected programs: WebSocket, SSE, long poll"
   define_modules openapi "" "openapi" "tools from OpenAPI documents and HTTP operations"
-  define_modules identity "" "identity policy" "keys, tokens, rules"
+  define_modules identity "postgres" "identity policy" "keys, tokens, rules"
   define_modules webhooks "" "webhooks tasks" "webhooks, background tasks"
   define_modules telemetry "" "telemetry" "traces, metrics, logs"
   define_modules crash "" "crash" "killed processes, full disks, overload"

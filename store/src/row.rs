@@ -70,6 +70,8 @@ struct StoredCallEnvelope<'a> {
     #[serde(default, skip_serializing_if = "is_false")]
     subject_to_rules: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    key_id: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     call_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     client_id: Option<Cow<'a, str>>,
@@ -231,6 +233,7 @@ impl CallRow {
         let envelope = encode(&StoredCallEnvelope {
             agent: Cow::Borrowed(&call.origin.agent),
             subject_to_rules: call.origin.subject_to_rules,
+            key_id: call.origin.key_id.as_deref().map(Cow::Borrowed),
             call_id: call.origin.caller_call_id.as_deref().map(Cow::Borrowed),
             client_id: call.origin.client_id.as_deref().map(Cow::Borrowed),
             user_id: call.origin.user_id.as_deref().map(Cow::Borrowed),
@@ -388,6 +391,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         origin: Origin {
             agent: envelope.agent.into_owned(),
             subject_to_rules: envelope.subject_to_rules,
+            key_id: envelope.key_id.map(Cow::into_owned),
             caller_call_id: envelope.call_id.map(Cow::into_owned),
             client_id: envelope.client_id.map(Cow::into_owned),
             user_id: envelope.user_id.map(Cow::into_owned),

@@ -138,7 +138,8 @@ fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
         true => (role, AuthMethod::Key),
         false => (Role::Admin, AuthMethod::Anonymous),
     };
-    Caller { project: project.to_owned(), agent: agent.to_owned(), role, auth_method: trust }
+    let (project, agent) = (project.to_owned(), agent.to_owned());
+    Caller { project, agent, role, auth_method: trust, key_id: None }
 }
 
 /// Returns the request body, which must be an object. An empty body counts as `{}`.

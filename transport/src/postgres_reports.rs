@@ -90,6 +90,7 @@ async fn ingest_report(
         agent: sender.chars().take(128).collect(),
         role: Role::Provider,
         auth_method: AuthMethod::Key,
+        key_id: None,
     };
     let subject = format!("state.agent_inbox/{}", written.inbox_id);
     let mut headers = Map::new();

@@ -182,6 +182,7 @@ impl Calls {
             origin: Origin {
                 agent: caller.agent.clone(),
                 subject_to_rules: !caller.is_exempt_from_rules() && !caller.may_administer(),
+                key_id: caller.key_id.clone(),
                 caller_call_id: request.call_id,
                 client_id: request.client_id,
                 user_id: request.user_id,

@@ -171,10 +171,11 @@ fn can_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Opt
 }
 
 impl Dispatcher {
-    /// Ends a call that has not started to run if the rules no longer allow its caller to call its
-    /// tool. Returns true if they do not.
+    /// Ends a call that has not started to run if its caller may no longer make it: the caller's
+    /// key was revoked, or the rules do not allow the tool any more. Returns true if so.
     pub(crate) async fn end_if_denied(self: &Arc<Self>, call: &Call) -> bool {
-        let is_checked = call.origin.subject_to_rules
+        let origin = &call.origin;
+        let is_checked = (origin.subject_to_rules || origin.key_id.is_some())
             && call.status == Status::Pending
             && call.target.executor != Executor::CALLER;
         if !is_checked {
@@ -182,14 +183,21 @@ impl Dispatcher {
         }
         let caller = Caller {
             project: call.project.clone(),
-            agent: call.origin.agent.clone(),
+            agent: origin.agent.clone(),
             role: Role::Agent,
             auth_method: AuthMethod::Key,
+            key_id: origin.key_id.clone(),
         };
         let catalog = self.registry.catalog();
         // The target is another tool if the call has fallen back to one.
         let denied = [&call.tool_name, &call.target.tool].into_iter().find_map(|tool| {
-            let decision = catalog.authorize(&caller, tool);
+            let decision = match origin.key_id.as_deref() {
+                Some(id) if catalog.is_revoked_key(id) => {
+                    AccessDecision::Denied(format!("the key {id} was revoked"))
+                }
+                _ if origin.subject_to_rules => catalog.authorize(&caller, tool),
+                _ => AccessDecision::Allowed,
+            };
             (!decision.is_allowed()).then_some((tool, decision))
         });
         let Some((tool, decision)) = denied else { return false };

@@ -133,6 +133,9 @@ pub struct Origin {
     /// True if the caller has a key without the admin role: the access rules must allow the call
     /// until it starts to run.
     pub subject_to_rules: bool,
+    /// Id of the API key that authenticated the caller: it must be active until the call starts to
+    /// run.
+    pub key_id: Option<String>,
     /// The caller's id for this call.
     pub caller_call_id: Option<String>,
     /// The client this call is pinned to.

@@ -69,13 +69,16 @@ pub struct Caller {
     pub role: Role,
     /// Method that authenticated the caller.
     pub auth_method: AuthMethod,
+    /// Id of the API key that authenticated the caller. Its calls wait only as long as the key is
+    /// active.
+    pub key_id: Option<String>,
 }
 
 impl Caller {
     /// Returns the embedding program as a caller.
     pub fn local(project: impl Into<String>) -> Self {
         let (agent, role, auth_method) = (LOCAL_AGENT.into(), Role::Admin, AuthMethod::Local);
-        Self { project: project.into(), agent, role, auth_method }
+        Self { project: project.into(), agent, role, auth_method, key_id: None }
     }
 
     /// Returns the bearer of the operator token as a caller.

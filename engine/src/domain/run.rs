@@ -75,12 +75,16 @@ pub struct RunOwner {
     /// caller only as long as that key exists.
     #[serde(default)]
     pub keyed: bool,
+    /// Id of that key, for the calls of the run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_id: Option<String>,
 }
 
 impl RunOwner {
     /// Returns whether this caller is the same, with the same permissions.
     pub fn matches(&self, caller: &Caller) -> bool {
-        let other = Self { keyed: self.keyed, ..Self::from(caller) };
+        let (keyed, key_id) = (self.keyed, self.key_id.clone());
+        let other = Self { keyed, key_id, ..Self::from(caller) };
         *self == other
     }
 }
@@ -88,7 +92,8 @@ impl RunOwner {
 impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.role.as_str().to_owned());
-        Self { agent, role, local: caller.is_exempt_from_rules(), keyed: false }
+        let (local, key_id) = (caller.is_exempt_from_rules(), caller.key_id.clone());
+        Self { agent, role, local, keyed: false, key_id }
     }
 }
 
@@ -174,6 +179,7 @@ impl Run {
             agent: self.owner.agent.clone(),
             role: self.owner.role.parse().unwrap_or(Role::Agent),
             auth_method: if self.owner.local { AuthMethod::Anonymous } else { AuthMethod::Key },
+            key_id: self.owner.key_id.clone(),
         }
     }
 }

@@ -267,12 +267,18 @@ impl Catalog {
 
     /// Returns true if an active key authenticates exactly this caller.
     pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        let Caller { project, agent, role, auth_method: trust } = caller;
+        let Caller { project, agent, role, auth_method: trust, .. } = caller;
         *trust == AuthMethod::Key
             && self
                 .keys
                 .values()
                 .any(|key| (&key.project, &key.agent, key.role) == (project, agent, *role))
+    }
+
+    /// Returns true if the key with this id exists and was revoked.
+    pub(crate) fn is_revoked_key(&self, id: &str) -> bool {
+        let mut keys = self.directory.keys.iter();
+        keys.any(|key| key.id == id && key.revoked_ms.is_some())
     }
 
     /// Returns true if this caller's key may adopt a client: it was registered before the server

@@ -80,6 +80,7 @@ impl Registry {
             agent: key.agent.clone(),
             role: key.role,
             auth_method: AuthMethod::Key,
+            key_id: Some(key.id.clone()),
         })
     }
 

@@ -316,6 +316,7 @@ async fn execute_result_read(
         agent: context.agent.clone(),
         role: Role::Agent,
         auth_method: AuthMethod::Key,
+        key_id: None,
     };
     let mut max_bytes = MAX_TOOL_BYTES;
     loop {

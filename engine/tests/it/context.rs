@@ -278,6 +278,7 @@ async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
         agent: name.into(),
         role: Role::Agent,
         auth_method: AuthMethod::Key,
+        key_id: None,
     }
 }
 

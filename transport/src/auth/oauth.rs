@@ -148,6 +148,7 @@ impl Authenticator for JwtAuthenticator {
             agent,
             role,
             auth_method: AuthMethod::Key,
+            key_id: None,
         })
     }
 }

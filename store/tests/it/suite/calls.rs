@@ -22,6 +22,7 @@ fn full_call() -> Call {
         origin: Origin {
             agent: "ada".into(),
             subject_to_rules: true,
+            key_id: Some("key_1".into()),
             caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),
