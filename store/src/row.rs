@@ -105,6 +105,10 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
+fn is_zero(value: &u32) -> bool {
+    *value == 0
+}
+
 fn default_input_timeout() -> u64 {
     DEFAULT_INPUT_TIMEOUT_MS
 }
@@ -154,6 +158,8 @@ struct StoredCallState<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "failed")]
     failed_attempt: Option<Cow<'a, FailedAttempt>>,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    lost_attempts: u32,
     #[serde(default, skip_serializing_if = "is_false")]
     partial: bool,
 }
@@ -294,6 +300,7 @@ impl CallRow {
             node: call.node.as_deref().map(Cow::Borrowed),
             elicitation: call.elicitation.as_deref().map(Cow::Borrowed),
             failed_attempt: call.failed_attempt.as_deref().map(Cow::Borrowed),
+            lost_attempts: call.lost_attempts,
             partial: outcome.is_some_and(|outcome| outcome.partial),
         };
         let state = encode(&state)?;
@@ -416,6 +423,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         node: state.node.map(Cow::into_owned),
         elicitation: state.elicitation.map(|dialogue| Box::new(dialogue.into_owned())),
         failed_attempt: state.failed_attempt.map(|failed| Box::new(failed.into_owned())),
+        lost_attempts: state.lost_attempts,
         created_ms,
         deadline_ms,
         attempt_deadline_ms: state.attempt_deadline_ms,

@@ -210,6 +210,7 @@ impl Calls {
                 .answers
                 .map(|answers| Box::new(Elicitation { answers, ..Elicitation::default() })),
             failed_attempt: None,
+            lost_attempts: 0,
             node: None,
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,

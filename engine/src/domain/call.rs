@@ -197,6 +197,8 @@ pub struct Call {
     pub elicitation: Option<Box<Elicitation>>,
     /// The last attempt whose reported failure led to another attempt.
     pub failed_attempt: Option<Box<FailedAttempt>>,
+    /// Number of attempts that ended with the process that ran them.
+    pub lost_attempts: u32,
     /// The process that executes the attempt or handed it to a remote executor.
     pub node: Option<String>,
     /// Time of acceptance, in Unix milliseconds.

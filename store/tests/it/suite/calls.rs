@@ -67,6 +67,7 @@ fn full_call() -> Call {
         hold: Some(Hold::Retry { at_ms: NOW + 777 }),
         attempt: 3,
         target_attempts: 3,
+        lost_attempts: 2,
         acknowledged_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),
