@@ -17,6 +17,7 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
 use crate::lifecycle::Event;
+use crate::registry::authorize::denial_fault;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
 impl Dispatcher {
@@ -198,28 +199,19 @@ impl Dispatcher {
                 _ if origin.subject_to_rules => catalog.authorize(&caller, tool),
                 _ => AccessDecision::Allowed,
             };
-            (!decision.is_allowed()).then_some((tool, decision))
-        });
-        let Some((tool, decision)) = denied else { return false };
-        let fault = self.denial_fault(&caller, tool, decision).await;
-        let event = Event::PermissionRevoked { fault };
-        self.advance_with_retry(&call.project, &call.id, event).await;
-        true
-    }
-
-    /// Audits the denial and returns it as the outcome of the call.
-    async fn denial_fault(&self, caller: &Caller, tool: &str, decision: AccessDecision) -> Fault {
-        match self.registry.enforce_decision(caller, tool, decision).await {
-            Err(Error::Refused { fault, .. }) if fault.code == Code::PermissionDenied => fault,
-            result => {
-                // The denial stands even if the store cannot write the audit log.
-                if let Err(error) = result {
-                    tracing::warn!(%error, "a denial was not audited");
-                }
-                let message =
-                    format!("agent \"{}\" may not call \"{tool}\" any more", caller.agent);
-                Fault::new(Code::PermissionDenied, message).without_side_effect()
+            match decision {
+                AccessDecision::Denied(reason) => Some((tool, reason)),
+                AccessDecision::Allowed => None,
             }
+        });
+        let Some((tool, reason)) = denied else { return false };
+        let event = Event::PermissionRevoked { fault: denial_fault(&caller, tool, &reason) };
+        // The call may have started to run, or have ended, in the meantime: then nothing is denied.
+        if self.advance_with_retry(&call.project, &call.id, event).await
+            && let Err(error) = self.registry.audit_denial(&caller, tool, &reason).await
+        {
+            tracing::warn!(%error, "a denial was not audited");
         }
+        true
     }
 }

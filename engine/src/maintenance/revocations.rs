@@ -3,9 +3,14 @@
 
 use std::sync::Arc;
 
+use futures::StreamExt;
+
 use crate::calls::Calls;
 use crate::domain::access_rules::AccessRule;
 use crate::registry::Catalog;
+
+/// Number of calls that are checked, and ended, at the same time.
+const MAX_CONCURRENT: usize = 128;
 
 pub(crate) async fn run(calls: Arc<Calls>) {
     let (mut seen, mut checked) = (0, None);
@@ -38,9 +43,9 @@ impl Permissions {
 
 /// Runs one pass. Returns the number of calls that it ended.
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
-    let mut count = 0;
-    for entry in calls.dispatcher.open_calls.all() {
-        count += usize::from(calls.dispatcher.end_if_denied(&entry.call()).await);
-    }
-    count
+    // Concurrent ends share a commit.
+    let checked = futures::stream::iter(calls.dispatcher.open_calls.all())
+        .map(async |entry| calls.dispatcher.end_if_denied(&entry.call()).await)
+        .buffer_unordered(MAX_CONCURRENT);
+    checked.filter(|is_denied| std::future::ready(*is_denied)).count().await
 }
