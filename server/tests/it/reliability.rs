@@ -5,6 +5,7 @@
 //! reliability`, which sets `TOOLCRIB_TEST_LONG`.
 
 mod crash_points;
+mod dependencies;
 mod flushes;
 mod hostile_json;
 mod pauses;
