@@ -44,6 +44,9 @@ pub async fn run_with_cut_connection(api_name: &str, mut command: Command) -> Va
     let last = out.lines().last().unwrap_or_default();
     let answer: Value = serde_json::from_str(last).unwrap_or_else(|_| panic!("{out}\n{err}"));
     assert_eq!((count_calls(&api).await, model.requests().len()), (1, 2), "{api_name}");
+    // The conversation went on with the result, and did not begin again.
+    let last = model.requests()[1].last_content();
+    assert!(last.contains("paid"), "{api_name}: {last}");
     answer
 }
 

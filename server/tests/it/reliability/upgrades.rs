@@ -116,7 +116,7 @@ async fn a_migration_that_is_killed_is_completed_by_the_next_start() {
         return;
     }
     let all: Vec<usize> = (1..500).collect();
-    for (syscall, short) in [("pwrite64", &[4, 12][..]), ("fdatasync", &[2][..])] {
+    for (syscall, short) in [("pwrite64", &[4, 9, 14, 19][..]), ("fdatasync", &[1, 2, 3][..])] {
         let mut killed = 0;
         for count in by_form(short, &all) {
             let mut server = earlier_server();
