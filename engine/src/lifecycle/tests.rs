@@ -651,23 +651,6 @@ fn a_crash_never_runs_an_irreversible_tool_twice() {
 }
 
 #[test]
-fn a_call_is_not_tried_again_after_three_crashes_whatever_its_retries_are() {
-    let lost = Event::OwnerLost { node: "n2".into() };
-    let mut call = running_call(Effect::Read);
-    (call.max_retries, call.deadline_ms) = (20, u64::MAX);
-    for crash in 1..=3 {
-        call = step(&call, &lost, NOW).unwrap().call;
-        assert_eq!((call.lost_attempts, call.status.is_terminal()), (crash, crash == 3));
-        if crash < 3 {
-            call = step(&call, &Event::Claim { node: "n2".into() }, NOW + 60_000).unwrap().call;
-        }
-    }
-    let fault = call.outcome.unwrap().error.unwrap();
-    assert_eq!(fault.code, Code::OutcomeUnknown);
-    assert!(fault.message.contains("may be what stops the server"), "{}", fault.message);
-}
-
-#[test]
 fn timeout_messages_say_whether_it_may_have_happened() {
     let message = |call: &Call| {
         let ended = step(call, &Event::Deadline, DEADLINE).unwrap().call;

@@ -1,8 +1,8 @@
 //! T21: a steady load with followers of the event streams. The WAL stays bounded, the memory and
 //! the open files of the server do not grow, and no follower misses an event.
 //!
-//! `./scripts/test soak` runs the long forms, 3 and 15 minutes, and sets `TOOLCRIB_TEST_SOAK`. Other
-//! runs have short forms.
+//! `./scripts/test soak` runs the long forms, 3 and 15 minutes, and sets `TOOLCRIB_TEST_SOAK`.
+//! Other runs have short forms.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
