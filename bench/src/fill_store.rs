@@ -69,6 +69,7 @@ fn build_finished_call(ids: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
         acknowledged_by: None,
         elicitation: None,
         failed_attempt: None,
+        lost_attempts: 0,
         node: None,
         created_ms: at_ms,
         deadline_ms: at_ms + 30_000,

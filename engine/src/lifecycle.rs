@@ -659,6 +659,9 @@ fn start_after_predecessor(call: &Call, now_ms: u64) -> Result<Transition, Refus
     Ok(into_transition(next, vec![], vec![Action::Enqueue]))
 }
 
+/// Number of lost attempts after which a call is not tried again: it may be what ends the process.
+const MAX_LOST_ATTEMPTS: u32 = 3;
+
 /// Recovers a call whose owner process is gone. An attempt that survives the process is delivered
 /// again; one that ran inside it is retried only if the tool is safe to repeat.
 fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Transition, Refusal> {
@@ -684,16 +687,23 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
         next.attempt_deadline_ms = attempt_deadline(&next, now_ms);
         return Ok(into_transition(next, vec![recovered], vec![Action::Redeliver]));
     }
-    let retryable = next.target.effect != Effect::Irreversible;
+    next.lost_attempts += 1;
+    let may_repeat = next.target.effect != Effect::Irreversible;
+    let retryable = may_repeat && next.lost_attempts < MAX_LOST_ATTEMPTS;
     let (tool, attempt) = (&call.target.tool, call.attempt);
-    let then = match retryable {
-        true => format!(" in attempt {attempt}: it may have taken effect"),
-        false => format!(", and it was not retried: {MAY_HAVE_HAPPENED}"),
+    let then = match (may_repeat, retryable) {
+        (false, _) => format!(", and it was not retried: {MAY_HAVE_HAPPENED}"),
+        (true, true) => format!(" in attempt {attempt}: it may have taken effect"),
+        (true, false) => format!(
+            " in attempt {attempt}, as in {} attempts before: it may have taken effect, and is not \
+             retried, because it may be the cause of the stop",
+            next.lost_attempts - 1
+        ),
     };
     let message = format!("the server stopped while {tool} was in flight{then}");
     let fault = Fault::new(Code::OutcomeUnknown, message);
     // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
-    // down each time must end.
+    // down each time must end, and after few crashes, whatever its number of retries is.
     let fault = fault.retryable(retryable);
     Ok(retry_or_fail(next, vec![recovered], &fault, now_ms, Status::Failed))
 }

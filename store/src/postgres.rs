@@ -389,6 +389,10 @@ impl Store for PostgresStore {
         self.write((), |writer, input| Box::pin(write_probe(writer, input))).await
     }
 
+    async fn wait_for_failure(&self) -> String {
+        self.writer.wait_for_lost_lease().await.to_owned()
+    }
+
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
         self
     }

@@ -343,6 +343,10 @@ impl Store for SqliteStore {
         self.write(|writer| write_probe(writer.connection()?)).await
     }
 
+    async fn wait_for_failure(&self) -> String {
+        self.writer.wait_for_flush_failure().await.to_owned()
+    }
+
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
         self
     }

@@ -42,7 +42,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 pub use openai::LiveConversations;
 pub(crate) use problem::error_response;
 use problem::{problem_response, problem_with_status};
-pub use stream_limiter::{StreamCaller, StreamLimiter, StreamPermit};
+pub use stream_limiter::{LongPollAdmission, StreamCaller, StreamLimiter, StreamPermit};
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::domain::fault::{Code, Fault};

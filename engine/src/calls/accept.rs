@@ -182,6 +182,7 @@ impl Calls {
             origin: Origin {
                 agent: caller.agent.clone(),
                 subject_to_rules: !caller.is_exempt_from_rules() && !caller.may_administer(),
+                key_id: caller.attributes.credential.clone(),
                 caller_call_id: request.call_id,
                 client_id: request.client_id,
                 user_id: request.user_id,
@@ -209,6 +210,7 @@ impl Calls {
                 .answers
                 .map(|answers| Box::new(Elicitation { answers, ..Elicitation::default() })),
             failed_attempt: None,
+            lost_attempts: 0,
             node: None,
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,

@@ -152,27 +152,27 @@ impl Dispatcher {
     }
 
     /// Calls `advance` until the store accepts the event. For events that happened in this process
-    /// and must not be lost while the store is unavailable.
+    /// and must not be lost while the store is unavailable. Returns true if the event was applied.
     pub(crate) async fn advance_with_retry(
         self: &Arc<Self>,
         project: &str,
         id: &CallId,
         event: Event,
-    ) {
+    ) -> bool {
         let mut wait = Duration::from_millis(50);
         loop {
             match self.advance(project, id, event.clone()).await {
-                Ok(_) => return,
+                Ok(outcome) => return matches!(outcome, AdvanceOutcome::Committed(_)),
                 Err(Error::Refused { fault, .. })
                     if !matches!(fault.code, Code::Overloaded | Code::OutcomeUnknown) =>
                 {
-                    return;
+                    return false;
                 }
                 Err(error) => tracing::warn!(call = %id, %error, "event not committed; will retry"),
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => wait = (wait * 2).min(Duration::from_secs(2)),
-                () = self.core.shutdown.cancelled() => return,
+                () = self.core.shutdown.cancelled() => return false,
             }
         }
     }

@@ -45,6 +45,9 @@ impl Calls {
         attempt: Option<u32>,
     ) -> Result<Arc<Call>, Error> {
         let call = self.dispatcher.find_reportable_call(caller, id, Some(client_id)).await?;
+        // Between the rule's change and this acknowledgement, the reconciler of revocations may not
+        // have reached the call.
+        self.dispatcher.end_if_denied(&call).await;
         let named = attempt;
         let attempt = attempt.unwrap_or(call.attempt);
         // A client that was given another client's acknowledged request takes its place.

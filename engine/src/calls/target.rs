@@ -13,10 +13,10 @@ use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
 use crate::domain::access_rules::AccessDecision;
 use crate::domain::call::{Call, Status, Target};
 use crate::domain::caller::{AuthMethod, Caller, Role};
-use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
 use crate::lifecycle::Event;
+use crate::registry::authorize::denial_fault;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
 impl Dispatcher {
@@ -151,43 +151,41 @@ impl DeliveryLimiter for ClientWorkLimiter {
 }
 
 impl Dispatcher {
-    /// Ends a call that has not started to run if the rules no longer allow its caller to call its
-    /// tool. Returns true if they do not.
+    /// Ends a call that has not started to run if its caller may no longer make it: the caller's
+    /// key was revoked, or the rules do not allow the tool any more. Returns true if so.
     pub(crate) async fn end_if_denied(self: &Arc<Self>, call: &Call) -> bool {
-        let is_checked = call.origin.subject_to_rules
+        let origin = &call.origin;
+        let is_checked = (origin.subject_to_rules || origin.key_id.is_some())
             && call.status == Status::Pending
             && call.target.executor != Executor::CALLER;
         if !is_checked {
             return false;
         }
-        let (project, agent) = (&call.project, &call.origin.agent);
-        let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
+        let caller = Caller::new(&call.project, &origin.agent, Role::Agent, AuthMethod::Key)
+            .with_credential(origin.key_id.clone());
         let catalog = self.registry.catalog();
         // The target is another tool if the call has fallen back to one.
         let denied = [&call.tool_name, &call.target.tool].into_iter().find_map(|tool| {
-            let decision = catalog.authorize(&caller, tool);
-            (!decision.is_allowed()).then_some((tool, decision))
-        });
-        let Some((tool, decision)) = denied else { return false };
-        let fault = self.denial_fault(&caller, tool, decision).await;
-        let event = Event::PermissionRevoked { fault };
-        self.advance_with_retry(&call.project, &call.id, event).await;
-        true
-    }
-
-    /// Audits the denial and returns it as the outcome of the call.
-    async fn denial_fault(&self, caller: &Caller, tool: &str, decision: AccessDecision) -> Fault {
-        match self.registry.enforce_decision(caller, tool, decision).await {
-            Err(Error::Refused { fault, .. }) if fault.code == Code::PermissionDenied => fault,
-            result => {
-                // The denial stands even if the store cannot write the audit log.
-                if let Err(error) = result {
-                    tracing::warn!(%error, "a denial was not audited");
+            let decision = match origin.key_id.as_deref() {
+                Some(id) if catalog.is_revoked_key(id) => {
+                    AccessDecision::Denied(format!("the key {id} was revoked"))
                 }
-                let message =
-                    format!("agent \"{}\" may not call \"{tool}\" any more", caller.agent);
-                Fault::new(Code::PermissionDenied, message).without_side_effect()
+                _ if origin.subject_to_rules => catalog.authorize(&caller, tool),
+                _ => AccessDecision::Allowed,
+            };
+            match decision {
+                AccessDecision::Denied(reason) => Some((tool, reason)),
+                AccessDecision::Allowed => None,
             }
+        });
+        let Some((tool, reason)) = denied else { return false };
+        let event = Event::PermissionRevoked { fault: denial_fault(&caller, tool, &reason) };
+        // The call may have started to run, or have ended, in the meantime: then nothing is denied.
+        if self.advance_with_retry(&call.project, &call.id, event).await
+            && let Err(error) = self.registry.audit_denial(&caller, tool, &reason).await
+        {
+            tracing::warn!(%error, "a denial was not audited");
         }
+        true
     }
 }

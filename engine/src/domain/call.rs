@@ -133,6 +133,9 @@ pub struct Origin {
     /// True if the caller has a key without the admin role: the access rules must allow the call
     /// until it starts to run.
     pub subject_to_rules: bool,
+    /// Id of the API key that authenticated the caller: it must be active until the call starts to
+    /// run.
+    pub key_id: Option<String>,
     /// The caller's id for this call.
     pub caller_call_id: Option<String>,
     /// The client this call is pinned to.
@@ -194,6 +197,8 @@ pub struct Call {
     pub elicitation: Option<Box<Elicitation>>,
     /// The last attempt whose reported failure led to another attempt.
     pub failed_attempt: Option<Box<FailedAttempt>>,
+    /// Number of attempts that ended with the process that ran them.
+    pub lost_attempts: u32,
     /// The process that executes the attempt or handed it to a remote executor.
     pub node: Option<String>,
     /// Time of acceptance, in Unix milliseconds.

@@ -75,12 +75,16 @@ pub struct RunOwner {
     /// caller only as long as that key exists.
     #[serde(default)]
     pub keyed: bool,
+    /// Id of that key, for the calls of the run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_id: Option<String>,
 }
 
 impl RunOwner {
     /// Returns whether this caller is the same, with the same permissions.
     pub fn matches(&self, caller: &Caller) -> bool {
-        let other = Self { keyed: self.keyed, ..Self::from(caller) };
+        let (keyed, key_id) = (self.keyed, self.key_id.clone());
+        let other = Self { keyed, key_id, ..Self::from(caller) };
         *self == other
     }
 }
@@ -88,7 +92,9 @@ impl RunOwner {
 impl From<&Caller> for RunOwner {
     fn from(caller: &Caller) -> Self {
         let (agent, role) = (caller.agent.clone(), caller.roles.to_string());
-        Self { agent, role, local: caller.is_exempt_from_rules(), keyed: false }
+        let local = caller.is_exempt_from_rules();
+        let key_id = caller.attributes.credential.clone();
+        Self { agent, role, local, keyed: false, key_id }
     }
 }
 
@@ -172,6 +178,7 @@ impl Run {
         let method = if self.owner.local { AuthMethod::Anonymous } else { AuthMethod::Key };
         let roles = self.owner.role.parse().unwrap_or(RoleSet::from(Role::Agent));
         Caller::new(&self.project, &self.owner.agent, roles, method)
+            .with_credential(self.owner.key_id.clone())
     }
 }
 

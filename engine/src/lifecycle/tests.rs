@@ -178,6 +178,7 @@ fn queued_call(executor: Executor, effect: Effect) -> Call {
         acknowledged_by: None,
         elicitation: None,
         failed_attempt: None,
+        lost_attempts: 0,
         node: None,
         created_ms: CREATED,
         deadline_ms: DEADLINE,

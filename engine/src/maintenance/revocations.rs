@@ -1,29 +1,51 @@
-//! Ends calls that the access rules no longer allow. A rule can be withdrawn while a call is queued
-//! or held; an attempt that is already running is left to finish.
+//! Ends calls that their callers may no longer make. A rule can be withdrawn, or a key revoked,
+//! while a call is queued or held; an attempt that is already running is left to finish.
 
 use std::sync::Arc;
 
+use futures::StreamExt;
+
 use crate::calls::Calls;
+use crate::domain::access_rules::AccessRule;
+use crate::registry::Catalog;
+
+/// Number of calls that are checked, and ended, at the same time.
+const MAX_CONCURRENT: usize = 128;
 
 pub(crate) async fn run(calls: Arc<Calls>) {
-    let (mut seen, mut checked_rules) = (0, None);
+    let (mut seen, mut checked) = (0, None);
     while let Some(version) = calls.registry.wait_for_directory_change(seen).await {
         seen = version;
-        let catalog = calls.registry.catalog();
         // Most changes of the directory concern tools and clients.
-        let rules = &catalog.directory().rules;
-        if checked_rules.as_ref() != Some(rules) {
-            checked_rules = Some(rules.clone());
+        let permissions = Some(Permissions::of(&calls.registry.catalog()));
+        if checked != permissions {
+            checked = permissions;
             run_once(&calls).await;
         }
     }
 }
 
+/// The part of the directory that decides which calls are permitted.
+#[derive(PartialEq)]
+struct Permissions {
+    rules: Vec<AccessRule>,
+    revoked_keys: Vec<String>,
+}
+
+impl Permissions {
+    fn of(catalog: &Catalog) -> Self {
+        let directory = catalog.directory();
+        let revoked = directory.keys.iter().filter(|key| key.revoked_ms.is_some());
+        let revoked_keys = revoked.map(|key| key.id.clone()).collect();
+        Self { rules: directory.rules.clone(), revoked_keys }
+    }
+}
+
 /// Runs one pass. Returns the number of calls that it ended.
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
-    let mut count = 0;
-    for entry in calls.dispatcher.open_calls.all() {
-        count += usize::from(calls.dispatcher.end_if_denied(&entry.call()).await);
-    }
-    count
+    // Concurrent ends share a commit.
+    let checked = futures::stream::iter(calls.dispatcher.open_calls.all())
+        .map(async |entry| calls.dispatcher.end_if_denied(&entry.call()).await)
+        .buffer_unordered(MAX_CONCURRENT);
+    checked.filter(|is_denied| std::future::ready(*is_denied)).count().await
 }

@@ -342,6 +342,10 @@ pub trait Store: Send + Sync + 'static {
     /// Checks that the store can be read and written now.
     async fn check_health(&self) -> Result<(), StoreError>;
 
+    /// Returns the reason once the store has failed for good: it is unknown what is stored, and
+    /// only a restart helps. Never returns if that cannot happen.
+    async fn wait_for_failure(&self) -> String;
+
     /// Returns the store of cards, turns and inboxes.
     fn utp(&self) -> &dyn utp::UtpStore;
 

@@ -104,15 +104,32 @@ impl Registry {
             }
             AccessDecision::Denied(reason) => reason,
         };
-        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
-        let excerpt: String = tool.chars().take(128).collect();
-        let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, &reason);
-        self.core.store.append_audit_entry(entry).await.map_err(from_store_error)?;
-        let message = format!("agent \"{}\" may not call \"{excerpt}\": {reason}", caller.agent);
-        let detail = json!({ "agent": caller.agent, "tool": excerpt, "rule": reason });
-        Err(Fault::new(Code::PermissionDenied, message)
-            .without_side_effect()
-            .with_detail(detail)
-            .into())
+        self.audit_denial(caller, tool, &reason).await?;
+        Err(denial_fault(caller, tool, &reason).into())
     }
+
+    /// Writes a denial to the audit log.
+    pub(crate) async fn audit_denial(
+        &self,
+        caller: &Caller,
+        tool: &str,
+        reason: &str,
+    ) -> Result<(), Error> {
+        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
+        let excerpt = excerpt_of_name(tool);
+        let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, reason);
+        self.core.store.append_audit_entry(entry).await.map_err(from_store_error)
+    }
+}
+
+/// Returns the fault of a denied call.
+pub(crate) fn denial_fault(caller: &Caller, tool: &str, reason: &str) -> Fault {
+    let excerpt = excerpt_of_name(tool);
+    let message = format!("agent \"{}\" may not call \"{excerpt}\": {reason}", caller.agent);
+    let detail = json!({ "agent": caller.agent, "tool": excerpt, "rule": reason });
+    Fault::new(Code::PermissionDenied, message).without_side_effect().with_detail(detail)
+}
+
+fn excerpt_of_name(tool: &str) -> String {
+    tool.chars().take(128).collect()
 }

@@ -272,7 +272,13 @@ impl Catalog {
                 && key.agent == caller.agent
                 && RoleSet::from(key.role) == caller.roles
         };
-        caller.auth_method == AuthMethod::Key && self.keys.values().any(|key| is_it(key))
+        caller.auth_method == AuthMethod::Key && self.keys.values().any(is_it)
+    }
+
+    /// Returns true if the key with this id exists and was revoked.
+    pub(crate) fn is_revoked_key(&self, id: &str) -> bool {
+        let mut keys = self.directory.keys.iter();
+        keys.any(|key| key.id == id && key.revoked_ms.is_some())
     }
 
     /// Returns true if this caller's key may adopt a client: it was registered before the server

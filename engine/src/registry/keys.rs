@@ -74,7 +74,8 @@ impl Registry {
         let Some(key) = catalog.key(&digest) else {
             return self.authenticator.as_ref()?.authenticate(secret);
         };
-        Some(Caller::new(&key.project, &key.agent, key.role, AuthMethod::Key))
+        let caller = Caller::new(&key.project, &key.agent, key.role, AuthMethod::Key);
+        Some(caller.with_credential(Some(key.id.clone())))
     }
 
     /// Returns true if callers must present an API key or a token.

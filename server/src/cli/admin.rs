@@ -170,7 +170,8 @@ pub async fn keys(context: &CommandContext, args: KeysArgs) -> Result<(), Comman
                 Column::detail("CREATED", 1),
                 Column::detail("REVOKED", 3),
             ];
-            let none = "no keys: every program that reaches the loopback address may do everything";
+            let none = "no keys: every program that reaches the loopback address may call tools; \
+                        administration needs the operator token";
             let rows = array_member(&keys, "keys").iter().map(row).collect();
             output.print_table(&columns, rows, none)
         }

@@ -14,13 +14,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use toolcrib::ports::store::StoreError;
 
 use super::change::{Change, ChangeFuture, WriterConnection};
 use super::session::{Connector, SessionError};
-use super::writer_lease::{SequenceCounters, current_backend, terminate_backend, try_lock};
+use super::writer_lease::{
+    SequenceCounters, current_backend, read_generation, terminate_backend, try_lock,
+};
 use crate::row::RowReader;
 
 /// Maximum number of changes that share a transaction.
@@ -33,15 +34,22 @@ const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// The reason why nothing can be written at present, shared with the senders of changes.
 #[derive(Clone, Default)]
-pub(super) struct WriterOutage(Arc<Mutex<Option<String>>>);
+pub(super) struct WriterOutage(Arc<watch::Sender<Option<String>>>);
 
 impl WriterOutage {
     fn reason(&self) -> Option<String> {
-        self.0.lock().clone()
+        self.0.borrow().clone()
     }
 
     fn set(&self, reason: Option<String>) {
-        *self.0.lock() = reason;
+        self.0.send_replace(reason);
+    }
+
+    /// Returns once another server has taken over the database.
+    async fn lease_lost(&self) {
+        let is_lost = |reason: &Option<String>| reason.as_deref() == Some(LEASE_LOST);
+        // The sender lives as long as this value, so the wait ends with the loss only.
+        let _ = self.0.subscribe().wait_for(is_lost).await;
     }
 }
 
@@ -63,6 +71,12 @@ impl PostgresWriter {
         };
         tokio::spawn(task.run());
         Self { queue, outage }
+    }
+
+    /// Returns the reason once another server has taken over the database.
+    pub(super) async fn wait_for_lost_lease(&self) -> &'static str {
+        self.outage.lease_lost().await;
+        LEASE_LOST
     }
 
     pub(super) fn send(&self, change: Box<dyn Change>) -> Result<(), StoreError> {
@@ -236,6 +250,10 @@ impl WriterTask {
         let session = self.connector.connect(None).await?;
         if let Some(lease) = &mut self.connection.lease {
             if !try_lock(&session).await? {
+                // The holder is another server, or a lost session of this one.
+                if read_generation(&session).await? != Some(lease.generation) {
+                    return Ok(false);
+                }
                 terminate_backend(&session, &lease.backend).await?;
                 let reason = "the lock of this server's lost connection is still held";
                 return Err(StoreError::Unavailable(reason.to_owned()).into());

@@ -51,6 +51,8 @@ struct StoredCallEnvelope<'a> {
     #[serde(default, skip_serializing_if = "is_false")]
     subject_to_rules: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    key_id: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     call_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     client_id: Option<Cow<'a, str>>,
@@ -78,6 +80,10 @@ struct StoredCallEnvelope<'a> {
     /// Omitted when it is the default.
     #[serde(default, skip_serializing_if = "is_default_backoff")]
     backoff: Cow<'a, Backoff>,
+}
+
+fn is_zero(value: &u32) -> bool {
+    *value == 0
 }
 
 fn default_input_timeout() -> u64 {
@@ -129,6 +135,8 @@ struct StoredCallState<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "failed")]
     failed_attempt: Option<Cow<'a, FailedAttempt>>,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    lost_attempts: u32,
     #[serde(default, skip_serializing_if = "is_false")]
     partial: bool,
 }
@@ -186,6 +194,7 @@ impl CallRow {
         let envelope = encode(&StoredCallEnvelope {
             agent: Cow::Borrowed(&call.origin.agent),
             subject_to_rules: call.origin.subject_to_rules,
+            key_id: call.origin.key_id.as_deref().map(Cow::Borrowed),
             call_id: call.origin.caller_call_id.as_deref().map(Cow::Borrowed),
             client_id: call.origin.client_id.as_deref().map(Cow::Borrowed),
             user_id: call.origin.user_id.as_deref().map(Cow::Borrowed),
@@ -246,6 +255,7 @@ impl CallRow {
             node: call.node.as_deref().map(Cow::Borrowed),
             elicitation: call.elicitation.as_deref().map(Cow::Borrowed),
             failed_attempt: call.failed_attempt.as_deref().map(Cow::Borrowed),
+            lost_attempts: call.lost_attempts,
             partial: outcome.is_some_and(|outcome| outcome.partial),
         };
         let state = encode(&state)?;
@@ -343,6 +353,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         origin: Origin {
             agent: envelope.agent.into_owned(),
             subject_to_rules: envelope.subject_to_rules,
+            key_id: envelope.key_id.map(Cow::into_owned),
             caller_call_id: envelope.call_id.map(Cow::into_owned),
             client_id: envelope.client_id.map(Cow::into_owned),
             user_id: envelope.user_id.map(Cow::into_owned),
@@ -367,6 +378,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         node: state.node.map(Cow::into_owned),
         elicitation: state.elicitation.map(|dialogue| Box::new(dialogue.into_owned())),
         failed_attempt: state.failed_attempt.map(|failed| Box::new(failed.into_owned())),
+        lost_attempts: state.lost_attempts,
         created_ms,
         deadline_ms,
         attempt_deadline_ms: state.attempt_deadline_ms,

@@ -100,6 +100,7 @@ pub fn call_at(created_ms: u64) -> Call {
         acknowledged_by: None,
         elicitation: None,
         failed_attempt: None,
+        lost_attempts: 0,
         node: None,
         created_ms,
         deadline_ms: created_ms + 30_000,

@@ -11,6 +11,7 @@ use utoipa::IntoParams;
 use super::HttpState;
 use crate::http::extract::{QueryParams, invalid_parameter};
 use crate::http::problem::ApiError;
+use crate::http::stream_limiter::{LongPollAdmission, StreamPermit};
 
 const PREFER: &str = "prefer";
 
@@ -26,6 +27,10 @@ pub(super) struct WaitParam {
     #[serde(skip)]
     #[param(ignore)]
     preferred_ms: Option<u64>,
+    /// Held while a GET request waits.
+    #[serde(skip)]
+    #[param(ignore)]
+    _permit: Option<StreamPermit>,
 }
 
 impl WaitParam {
@@ -47,8 +52,19 @@ impl FromRequestParts<HttpState> for WaitParam {
             params.wait_ms = u64::try_from(time.as_millis()).ok();
         }
         params.preferred_ms = prefer_wait_ms(&parts.headers);
+        params._permit = admit_long_poll(parts, params.resolve_ms(None).unwrap_or_default())?;
         Ok(params)
     }
+}
+
+/// Returns the permit of a GET request that waits this long, which counts as an open stream. Other
+/// methods start work; the limit on open calls applies to them.
+pub(super) fn admit_long_poll(
+    parts: &Parts,
+    wait_ms: u64,
+) -> Result<Option<StreamPermit>, ApiError> {
+    let admission = parts.extensions.get::<LongPollAdmission>().filter(|_| wait_ms > 0);
+    Ok(admission.map(LongPollAdmission::admit).transpose()?)
 }
 
 /// Parses the `Prefer` header. A preference that cannot be parsed is ignored, as the RFC requires.

@@ -402,6 +402,10 @@ impl Store for MemoryStore {
         Ok(())
     }
 
+    async fn wait_for_failure(&self) -> String {
+        std::future::pending().await
+    }
+
     fn utp(&self) -> &dyn super::utp::UtpStore {
         &self.utp
     }

@@ -22,6 +22,7 @@ fn full_call() -> Call {
         origin: Origin {
             agent: "ada".into(),
             subject_to_rules: true,
+            key_id: Some("key_1".into()),
             caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),
@@ -66,6 +67,7 @@ fn full_call() -> Call {
         hold: Some(Hold::Retry { at_ms: NOW + 777 }),
         attempt: 3,
         target_attempts: 3,
+        lost_attempts: 2,
         acknowledged_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),

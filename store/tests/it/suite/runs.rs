@@ -16,7 +16,13 @@ pub fn run(project: &str, id: &str) -> Run {
     Run {
         id: id.into(),
         project: project.into(),
-        owner: RunOwner { agent: "ada".into(), role: "agent".into(), local: false, keyed: true },
+        owner: RunOwner {
+            agent: "ada".into(),
+            role: "agent".into(),
+            local: false,
+            keyed: true,
+            key_id: Some("key_1".into()),
+        },
         model: "m".into(),
         status: RunStatus::Running,
         options: RunOptions { tools: Some(vec!["calc.*".into()]), ..RunOptions::new("m", id) },

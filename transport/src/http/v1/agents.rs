@@ -16,6 +16,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::HttpState;
 use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::wait_param::admit_long_poll;
 
 /// An agent that can be woken up.
 #[derive(Serialize, Deserialize, ToSchema)]
@@ -129,9 +130,11 @@ pub(super) async fn inbox(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
     QueryParams(query): QueryParams<InboxQuery>,
+    request: Parts,
 ) -> Result<Json<Value>, ApiError> {
     let limit = query.limit.unwrap_or(20).clamp(1, 200);
     let wait_ms = query.wait_ms.unwrap_or(0);
+    let _permit = admit_long_poll(&request, wait_ms)?;
     let items = state.engine.utp().inbox(&caller, &agent_id, limit, wait_ms).await?;
     Ok(Json(json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })))
 }

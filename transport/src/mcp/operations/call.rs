@@ -2,8 +2,9 @@
 //! waits.
 //!
 //! The MCP client gets one of four responses: the result; a task, if it supports tasks; an
-//! elicitation, if the tool needs input first; or, when the wait time is over, a text with the call
-//! id. In each case the call belongs to the engine. This module stores nothing about it.
+//! elicitation, if the tool needs input first; or a text with the call id, when the wait time is
+//! over or the tool needs input that this MCP client cannot give. In each case the call belongs to
+//! the engine. This module stores nothing about it.
 
 use std::time::Duration;
 
@@ -245,7 +246,9 @@ impl<'a> ToolCallWaiter<'a> {
                 continue;
             }
             let remaining = until.saturating_duration_since(tokio::time::Instant::now());
-            if remaining.is_zero() {
+            // A person has to answer questions that this MCP client cannot receive, and learns of
+            // them from this response.
+            if remaining.is_zero() || call.waits_for_input() {
                 return Ok(self.pending_response(&call));
             }
             let left_ms = remaining.as_millis() as u64 + 1;
@@ -415,7 +418,7 @@ impl<'a> ToolCallWaiter<'a> {
         ErrorData::internal_error(message, None)
     }
 
-    /// Returns the response when the wait time is over: a task, or a text with the call id.
+    /// Returns the response to a call that has not ended: a task, or a text with the call id.
     fn pending_response(&self, call: &Call) -> CallToolResponse {
         if self.client.supports_tasks() {
             return self.task_response(call);

@@ -3,7 +3,7 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::HeaderMap;
+use axum::http::request::Parts;
 use serde::{Deserialize, Serialize};
 use toolcrib::clients::{ClientMessage, ConnectOptions, Redelivery, Transport, WorkItem};
 use toolcrib::domain::fault::Code;
@@ -14,6 +14,7 @@ use super::{ToolRequestMessage, resolve_window};
 use crate::auth::RequestCredentials;
 use crate::http::extract::{AuthenticatedCaller, QueryParams, invalid_parameter};
 use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::wait_param::admit_long_poll;
 
 /// Options of a poll.
 #[derive(Deserialize, IntoParams)]
@@ -70,8 +71,9 @@ pub(in super::super) async fn poll(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(polling): QueryParams<PollQuery>,
-    headers: HeaderMap,
+    request: Parts,
 ) -> Result<Json<PollResponseBody>, ApiError> {
+    let _permit = admit_long_poll(&request, polling.wait_ms)?;
     let explicit = match polling.ack.as_deref() {
         None | Some("auto") => false,
         Some("explicit") => true,
@@ -104,7 +106,7 @@ pub(in super::super) async fn poll(
         }
         next = session.try_next();
     }
-    RequestCredentials::new(&caller, &headers).revalidate(engine)?;
+    RequestCredentials::new(&caller, &request.headers).revalidate(engine)?;
     let mut requests = Vec::new();
     for request in waiting {
         if explicit {
