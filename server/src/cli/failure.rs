@@ -229,7 +229,7 @@ mod tests {
     fn the_hint_of_a_failed_call_is_not_about_the_request() {
         for code in ["NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED", "BAD_REQUEST"] {
             let hint = hint_for_outcome(&json!({"code": code, "detail": null})).unwrap();
-            assert!(hint.starts_with("the tool's own error"), "{code}: {hint}");
+            assert!(hint.starts_with("this is the tool's own error"), "{code}: {hint}");
         }
         let error = json!({"code": "NOT_FOUND", "detail": {"hint": "look there"}});
         assert_eq!(hint_for_outcome(&error).as_deref(), Some("look there"));
