@@ -68,23 +68,23 @@ pub async fn serve(
         let reader = storage::open_reader(&path)?;
         anyhow::Ok((writer, reader))
     });
-    let (writer, reader) = opened.await?.context("cannot open the floor's database")?;
+    let (writer, reader) = opened.await?.context("cannot open the baseline's database")?;
     let (ops, queue) = mpsc::channel();
     let (commits, committed) = watch::channel(());
     std::thread::Builder::new()
         .name("floor-writer".to_owned())
         .spawn(move || storage::write_loop(&writer, &queue, &commits))
-        .context("cannot start the floor's writer")?;
-    let floor =
+        .context("cannot start the baseline's writer")?;
+    let baseline =
         Arc::new(BaselineServer { write_queue: ops, reader: Mutex::new(reader), committed, tool });
     let router = Router::new()
         .route("/v1/tools/{name}/invoke", post(invoke))
         .route("/v1/tool_calls/{id}", get(read_call))
         .route("/healthz", get(async || "ok"))
-        .with_state(floor);
+        .with_state(baseline);
     // Responses are small and complete: delaying them to send more at once has no benefit.
     let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
-    axum::serve(listener, router).await.context("the floor stopped serving")
+    axum::serve(listener, router).await.context("the baseline stopped serving")
 }
 
 struct BaselineServer {

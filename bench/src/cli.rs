@@ -76,7 +76,7 @@ struct BenchArgs {
     /// Also write the report to this file, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// The program to measure [default: toolcrib, beside this program]
+    /// The program to measure [default: toolcrib, next to this program]
     #[arg(long, value_name = "PATH")]
     toolcrib: Option<PathBuf>,
     /// Print the report as JSON, and a failure as one line of JSON on standard error
@@ -198,7 +198,9 @@ async fn run_bench(args: BenchArgs) -> anyhow::Result<()> {
     let parent = args.dir.unwrap_or_else(std::env::temp_dir);
     if machine::is_in_memory(&parent) {
         let parent = parent.display();
-        note(&format!("{parent} is memory, where a flush costs nothing: name a --dir"));
+        note(&format!(
+            "{parent} is a file system in memory, where a flush costs nothing: set --dir"
+        ));
     }
     let stored = args.stored.or(args.full.then_some(FULL_STORE_CALLS));
     let plan = BenchPlan::new(args.quick, args.seconds, stored).restrict_to(args.only);

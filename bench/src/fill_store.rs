@@ -26,11 +26,11 @@ const WRITE_CONCURRENCY: usize = 512;
 /// When the store cannot be opened or written.
 pub async fn fill_store(data_dir: &Path, count: u64) -> anyhow::Result<()> {
     let store = SqliteStore::open(&data_dir.join("toolcrib.db"))?;
-    let minter = IdGenerator::default();
+    let ids = IdGenerator::default();
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
     let first_ms = (now.as_millis() as u64).saturating_sub(count * 10);
     let writes = futures::stream::iter(0..count).map(|n| {
-        let call = build_finished_call(&minter, n, first_ms + n * 10);
+        let call = build_finished_call(&ids, n, first_ms + n * 10);
         async { store.create_call(call).await.map(|_| ()) }
     });
     writes.buffered(WRITE_CONCURRENCY).try_collect::<()>().await?;
@@ -38,11 +38,11 @@ pub async fn fill_store(data_dir: &Path, count: u64) -> anyhow::Result<()> {
 }
 
 /// Builds a finished call with the event history it would have.
-fn build_finished_call(minter: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
+fn build_finished_call(ids: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
     let args = Json::from_value(&serde_json::json!({ "query": format!("call number {n}") }));
     let tool = format!("bench.tool_{}", n % 20);
     let call = Call {
-        id: minter.next_call_id(at_ms),
+        id: ids.next_call_id(at_ms),
         project: "default".into(),
         run_id: format!("run_{}", n / 100),
         tool_name: tool.clone(),
@@ -70,6 +70,7 @@ fn build_finished_call(minter: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
         elicitation: None,
         approval: None,
         failed_attempt: None,
+        lost_attempts: 0,
         node: None,
         created_ms: at_ms,
         deadline_ms: at_ms + 30_000,

@@ -187,7 +187,7 @@ impl ScriptedModel {
                 ScriptedBehavior::Refuse(
                     500,
                     None,
-                    json!({ "error": { "message": "the script is over" } }),
+                    json!({ "error": { "message": "the script has no more answers" } }),
                 )
             })
         })
@@ -209,33 +209,33 @@ async fn handle_request(
 ) -> Response<Body> {
     let body: Value = serde_json::from_slice(&body).unwrap_or_default();
     let (path, first, has_caller_left) = (uri.path().to_owned(), Arc::default(), Arc::default());
-    let asked = RecordedRequest { path, headers, body, first_event_at: first, has_caller_left };
-    model.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(asked.clone());
-    let turn = (model.script)(&asked);
-    let streams = asked.body["stream"] == true;
-    let events = |answer: &ScriptedAnswer| wire::events(&asked, answer);
+    let recorded = RecordedRequest { path, headers, body, first_event_at: first, has_caller_left };
+    model.recorded.lock().unwrap_or_else(PoisonError::into_inner).push(recorded.clone());
+    let turn = (model.script)(&recorded);
+    let streams = recorded.body["stream"] == true;
+    let events = |answer: &ScriptedAnswer| wire::events(&recorded, answer);
     match turn {
         ScriptedBehavior::Reply(answer) if !streams => {
             tokio::time::sleep(answer.delay).await;
-            axum::Json(wire::complete_document(&asked, &answer)).into_response()
+            axum::Json(wire::complete_document(&recorded, &answer)).into_response()
         }
         ScriptedBehavior::Reply(answer) => {
-            stream_response(&asked, answer.delay, events(&answer), StreamEnding::End)
+            stream_response(&recorded, answer.delay, events(&answer), StreamEnding::End)
         }
         ScriptedBehavior::EndEarly(answer, after) => stream_response(
-            &asked,
+            &recorded,
             answer.delay,
             take_events(events(&answer), after),
             StreamEnding::End,
         ),
         ScriptedBehavior::Disconnect(answer, after) => stream_response(
-            &asked,
+            &recorded,
             answer.delay,
             take_events(events(&answer), after),
             StreamEnding::Break,
         ),
         ScriptedBehavior::Stall(answer, after) => stream_response(
-            &asked,
+            &recorded,
             answer.delay,
             take_events(events(&answer), after),
             StreamEnding::Hang,
@@ -244,7 +244,7 @@ async fn handle_request(
             let chatter =
                 ScriptedAnswer { chunk_chars: 4_096, ..ScriptedAnswer::text("x".repeat(65_536)) };
             stream_response(
-                &asked,
+                &recorded,
                 Duration::ZERO,
                 take_events(events(&chatter), 10),
                 StreamEnding::Repeat,
@@ -288,12 +288,12 @@ enum StreamEnding {
 }
 
 fn stream_response(
-    asked: &RecordedRequest,
+    request: &RecordedRequest,
     thinks: Duration,
     events: Vec<String>,
     then: StreamEnding,
 ) -> Response<Body> {
-    let first = asked.first_event_at.clone();
+    let first = request.first_event_at.clone();
     let again = events.last().cloned().unwrap_or_default();
     let events_sent = stream::iter(events).enumerate().then(move |(n, event)| {
         let first = first.clone();
@@ -320,7 +320,7 @@ fn stream_response(
             Body::from_stream(events_sent.chain(broken))
         }
         StreamEnding::Hang => {
-            let leaving = DisconnectNotice(asked.has_caller_left.clone());
+            let leaving = DisconnectNotice(request.has_caller_left.clone());
             let silent = stream::once(async move {
                 let _leaving = leaving;
                 std::future::pending().await

@@ -106,7 +106,7 @@ impl MeasuredServer {
                 took = &mut answer => return took,
                 () = tokio::time::sleep(Duration::from_millis(200)) => {
                     if let Some(status) = self.process.0.try_wait()? {
-                        bail!("the server ended by itself ({status})");
+                        bail!("the server exited ({status})");
                     }
                 }
             }
@@ -118,7 +118,7 @@ impl MeasuredServer {
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().rev().take(5).collect();
         let lines: Vec<&str> = lines.into_iter().rev().collect();
-        format!("the measured server did not come up; it said: {}", lines.join(" | "))
+        format!("the measured server did not start; its output: {}", lines.join(" | "))
     }
 
     /// Returns the resident memory of the server in MiB.
@@ -140,13 +140,13 @@ pub struct Launcher {
 }
 
 impl Launcher {
-    /// Finds the programs: `toolcrib` is the given one, or the one beside this program.
+    /// Finds the programs: `toolcrib` is the given one, or the one next to this program.
     ///
     /// # Errors
     ///
     /// When there is no `toolcrib`.
     pub fn new(toolcrib: Option<PathBuf>) -> anyhow::Result<Self> {
-        let bench = std::env::current_exe().context("where is this program?")?;
+        let bench = std::env::current_exe().context("cannot determine the path of this program")?;
         let toolcrib = toolcrib.unwrap_or_else(|| bench.with_file_name("toolcrib"));
         ensure!(
             toolcrib.is_file(),

@@ -60,11 +60,11 @@ impl Measurement {
         name: impl Into<String>,
         unit: impl Into<String>,
         value: f64,
-        floor: f64,
+        baseline: f64,
         limit: Limit,
     ) -> Self {
-        let ratio = (floor > 0.0).then_some(value / floor).filter(|ratio| ratio.is_finite());
-        Self { baseline: Some(floor), ratio, ..Self::absolute(name, unit, value, limit) }
+        let ratio = (baseline > 0.0).then_some(value / baseline).filter(|ratio| ratio.is_finite());
+        Self { baseline: Some(baseline), ratio, ..Self::absolute(name, unit, value, limit) }
     }
 
     /// Creates a measurement without a baseline: the limit applies to `value`.
@@ -81,9 +81,9 @@ impl Measurement {
     /// Returns true if the limit holds (always, when there is none).
     #[must_use]
     pub fn passed(&self) -> bool {
-        let judged =
+        let figure =
             if self.baseline.is_some() { self.ratio.unwrap_or(f64::NAN) } else { self.value };
-        self.limit.allows(judged)
+        self.limit.allows(figure)
     }
 
     fn cells(&self) -> [String; 6] {
@@ -219,8 +219,8 @@ fn format_figure(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn calls(value: f64, floor: f64, limit: Limit) -> Measurement {
-        Measurement::against_baseline("invoke", "calls/s", value, floor, limit)
+    fn calls(value: f64, baseline: f64, limit: Limit) -> Measurement {
+        Measurement::against_baseline("invoke", "calls/s", value, baseline, limit)
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! A background tool: its call is accepted at once, the rest goes on, and a listener hears of the
-//! result when it has come. In between, the model is told what is pending.
+//! Calls a background tool: the call is accepted at once, the program continues, and a listener
+//! receives the result when the call has ended. Until then, the prompt lists the call as pending.
 //!
 //! `cargo run -p toolcrib --example background`
 
@@ -15,16 +15,16 @@ struct Month {
     month: u8,
 }
 
-/// Starts a report, goes on, and hears of its end; answers with what there is to show.
+/// Starts a report, continues, receives its result, and returns the output.
 pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
-    // Stands for whatever takes long: the report is ready when somebody says so.
-    let paper = Arc::new(Notify::new());
-    let printer = paper.clone();
+    // Stands for slow work: the report is finished when `notify_one` is called.
+    let finished = Arc::new(Notify::new());
+    let signal = finished.clone();
     let report = FnTool::new("report.build", "Builds a monthly report", move |args: Month| {
-        let paper = printer.clone();
+        let finished = signal.clone();
         async move {
-            paper.notified().await;
-            Ok::<_, String>(format!("report of month {}: all is well", args.month))
+            finished.notified().await;
+            Ok::<_, String>(format!("report of month {}: no problems", args.month))
         }
     });
     let report = report.background().effect(Effect::Idempotent).timeout_ms(600_000);
@@ -36,11 +36,11 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let engine = Engine::builder().tool(report).tool(days.effect(Effect::Read)).start().await?;
     let caller = Caller::local("default");
 
-    // The turn of a model: one call that is waited for, one that is not.
+    // Two calls of one step: the program waits for the foreground tool only.
     for (call_id, tool) in [("call_0", "report.build"), ("call_1", "calendar.days")] {
-        let mut asked = CallRequest::new(tool, r#"{"month": 5}"#)?;
-        (asked.run_id, asked.call_id) = ("run_1".to_owned(), Some(call_id.to_owned()));
-        let ticket = engine.calls().invoke(&caller, asked).await?;
+        let mut request = CallRequest::new(tool, r#"{"month": 5}"#)?;
+        (request.run_id, request.call_id) = ("run_1".to_owned(), Some(call_id.to_owned()));
+        let ticket = engine.calls().invoke(&caller, request).await?;
         if !ticket.call.origin.background {
             engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
         }
@@ -50,20 +50,20 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let mut context = engine.runs().context(&caller, "run_1", 50).await?;
     let (sender, mut receiver) = mpsc::unbounded_channel();
     context.on_tool_call(move |call, result| {
-        // Long work belongs elsewhere; what fails here is logged and stops nobody.
+        // A listener must return quickly. An error is logged and does not affect other listeners.
         let text =
             result.outcome.as_ref().map_or_else(ToString::to_string, |d| d.text().to_owned());
         sender.send(format!("{} ({}): {text}", call.name, call.call_id))?;
         Ok(())
     });
-    context.on_tool_call(|_, _| Err("this listener is always out of luck".into()));
+    context.on_tool_call(|_, _| Err("this listener always fails".into()));
 
-    paper.notify_one();
+    finished.notify_one();
     while context.pending_calls().next().is_some() {
         engine.runs().refresh_context(&caller, &mut context, 10_000).await?;
     }
-    let heard = receiver.recv().await.ok_or("the listener was told")?;
-    output.push_str(&format!("\nheard: {heard}\n"));
+    let received = receiver.recv().await.ok_or("the listener was not called")?;
+    output.push_str(&format!("\nreceived: {received}\n"));
     Ok(output)
 }
 

@@ -1,5 +1,5 @@
-//! An agent's turn without a server: describe the tools to a model, run all that it asks for, and
-//! give the answers back in its own form.
+//! Runs one step of an agent without a server: describes the tools to a model, runs all tool calls
+//! of its reply, and returns the results in the format of its API.
 //!
 //! `cargo run -p toolcrib --example batch`
 
@@ -11,11 +11,12 @@ use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct City {
-    /// Where.
+    /// Name of the city.
     city: String,
 }
 
-/// What a model would answer to "What is the weather in Oslo and Rome? Note it down."
+/// Tool calls of a model's reply to "What is the weather in Oslo and Rome? Note it down." The third
+/// one has invalid arguments.
 const TOOL_CALLS: [&str; 4] = [
     r#"{"id":"call_0","type":"function","function":
         {"name":"weather__now","arguments":"{\"city\":\"Oslo\"}"}}"#,
@@ -27,8 +28,8 @@ const TOOL_CALLS: [&str; 4] = [
         {"name":"notes__write","arguments":"{\"city\":\"Oslo\"}"}}"#,
 ];
 
-/// The turn; answers with what there is to show.
-pub async fn turn() -> Result<String, Box<dyn std::error::Error>> {
+/// Runs the step and returns the output.
+pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let weather = FnTool::new("weather.now", "The weather in a city", |args: City| async move {
         let degrees = if args.city == "Oslo" { 4 } else { 17 };
         Ok::<_, String>(format!("{degrees} °C in {}", args.city))
@@ -52,13 +53,13 @@ pub async fn turn() -> Result<String, Box<dyn std::error::Error>> {
     for message in &answer.messages {
         writeln!(output, "  {}", message.text())?;
     }
-    let well = answer.results.iter().filter(|settled| settled.ok() == Some(true)).count();
-    writeln!(output, "{well} of {} went well", answer.results.len())?;
+    let succeeded = answer.results.iter().filter(|entry| entry.ok() == Some(true)).count();
+    writeln!(output, "{succeeded} of {} calls succeeded", answer.results.len())?;
     Ok(output)
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    print!("{}", turn().await?);
+    print!("{}", show().await?);
     Ok(())
 }

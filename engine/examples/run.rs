@@ -1,8 +1,8 @@
-//! The loop without a server: a model is asked, what it calls is executed, the results go back to
-//! it, until it answers; and a run that is kept and goes on in another process.
+//! Runs the agent loop without a server: once over a conversation of this program, and once as a
+//! stored run, which survives a restart.
 //!
-//! The model here is scripted. A real one asks an endpoint in `Model::reply`; the crate
-//! `toolcrib-server` has such for OpenAI-compatible endpoints and for Anthropic's.
+//! The model is scripted. A real model sends a request to an endpoint in `Model::reply`; the crate
+//! `toolcrib-sources` has models for OpenAI-compatible endpoints and for Anthropic's API.
 //!
 //! `cargo run -p toolcrib --example run`
 
@@ -22,11 +22,11 @@ use toolcrib::{Caller, Effect, Engine, FnTool};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct City {
-    /// Where.
+    /// Name of the city.
     city: String,
 }
 
-/// Asks for the weather in two cities at once, and then compares.
+/// A scripted model: calls a tool for two cities in its first reply and answers in its second.
 struct Traveller;
 
 #[async_trait]
@@ -43,12 +43,12 @@ impl Model for Traveller {
             .filter_map(|message| message["content"].as_str())
             .collect();
         if results.is_empty() {
-            let ask = |(n, city): (usize, &str)| ToolCallRequest {
+            let tool_call = |(n, city): (usize, &str)| ToolCallRequest {
                 id: format!("call_{n}"),
                 name: "weather__now".to_owned(),
                 arguments: format!("{{\"city\":\"{city}\"}}"),
             };
-            let calls = ["Oslo", "Rome"].into_iter().enumerate().map(ask).collect();
+            let calls = ["Oslo", "Rome"].into_iter().enumerate().map(tool_call).collect();
             return Ok(ModelReply { calls, ..ModelReply::default() });
         }
         let text = format!("Go south: {}.", results.join(", "));
@@ -56,10 +56,10 @@ impl Model for Traveller {
     }
 }
 
-/// The only model there is.
-struct Only;
+/// Resolves the name of the one model.
+struct SingleModel;
 
-impl ModelResolver for Only {
+impl ModelResolver for SingleModel {
     fn find(&self, name: &str) -> Option<ResolvedModel> {
         let chosen = || ResolvedModel { model: Arc::new(Traveller), name: name.to_owned() };
         (name == "traveller").then(chosen)
@@ -70,35 +70,39 @@ impl ModelResolver for Only {
     }
 }
 
-/// Both kinds of run; answers with what there is to show.
+/// Runs the loop in both ways and returns the output.
 pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
     let weather = FnTool::new("weather.now", "The weather in a city", |args: City| async move {
         let degrees = if args.city == "Oslo" { 4 } else { 17 };
         Ok::<_, String>(format!("{degrees} °C in {}", args.city))
     });
     let tool = weather.effect(Effect::Read);
-    let engine = Engine::builder().tool(tool).models(Arc::new(Only)).start().await?;
+    let engine = Engine::builder().tool(tool).models(Arc::new(SingleModel)).start().await?;
     let caller = Caller::local("default");
     let mut output = String::new();
 
-    // In this process: the conversation is yours, between any two turns.
-    let mut talk = Conversation::from_user_text("Where is it warmer?");
-    let terms = RunOptions::new("traveller", "run_1");
+    // The program owns the conversation and can change it between two steps.
+    let mut conversation = Conversation::from_user_text("Where is it warmer?");
+    let options = RunOptions::new("traveller", "run_1");
     while let StepOutcome::Continue =
-        engine.runs().run_agent_step(&caller, &Traveller, &terms, &mut talk).await?
+        engine.runs().run_agent_step(&caller, &Traveller, &options, &mut conversation).await?
     {
-        writeln!(output, "turn {}: {} calls", talk.progress.steps, talk.progress.calls)?;
+        writeln!(
+            output,
+            "step {}: {} calls",
+            conversation.progress.steps, conversation.progress.calls
+        )?;
     }
-    let last = talk.messages.last().map(|message| message["content"].clone());
+    let last = conversation.messages.last().map(|message| message["content"].clone());
     writeln!(output, "answer: {}", last.unwrap_or_default())?;
 
-    // Kept: with a store on a disk it goes on after a crash.
-    let new = RunRequest {
+    // The engine stores the run. With a store on disk, it continues after a crash.
+    let request = RunRequest {
         model: "traveller".to_owned(),
         messages: Conversation::from_user_text("Where is it warmer?").messages,
         ..RunRequest::default()
     };
-    let started = engine.runs().start_run(&caller, new).await?;
+    let started = engine.runs().start_run(&caller, request).await?;
     let run = engine.runs().wait_for_run(&caller, &started.run.id, 10_000).await?;
     let answer = run.answer.map(|answer| answer.text).unwrap_or_default();
     writeln!(output, "{} after {} steps: {answer}", run.status.as_str(), run.progress.steps)?;

@@ -1,5 +1,5 @@
-//! A typed function as a tool: the schemas come from its types, arguments that do not fit are
-//! refused before it runs, and what it answers is kept.
+//! Offers a typed function as a tool: its schemas are derived from its types, arguments that do not
+//! match are refused before it runs, and its result is stored.
 //!
 //! `cargo run -p toolcrib --example typed_tool`
 
@@ -8,16 +8,16 @@ use toolcrib::calls::Until;
 
 use toolcrib::{CallRequest, Caller, Effect, Engine, FnTool, Risk, Status};
 
-/// What the tool is called with. The comments become descriptions in the schema.
+/// Arguments of the tool. The comments become descriptions in the schema.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct Trip {
-    /// How far, in kilometres.
+    /// Distance in kilometres.
     km: f64,
-    /// How many litres were used.
+    /// Fuel used, in litres.
     litres: f64,
 }
 
-/// What it answers.
+/// Result of the tool.
 #[derive(serde::Serialize, schemars::JsonSchema)]
 struct Consumption {
     litres_per_100_km: f64,
@@ -25,17 +25,18 @@ struct Consumption {
 
 async fn consumption(trip: Trip) -> Result<Consumption, String> {
     if trip.km <= 0.0 {
-        return Err("a trip has some kilometres".to_owned());
+        return Err("km must be greater than 0".to_owned());
     }
     Ok(Consumption { litres_per_100_km: trip.litres / trip.km * 100.0 })
 }
 
-/// Calls the tool three times; answers with what there is to show.
+/// Calls the tool three times and returns the output.
 pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
-    let tool = FnTool::new("car.consumption", "How much a car used on a trip", consumption)
-        .effect(Effect::Read)
-        .risk(Risk::Low)
-        .timeout_ms(2_000);
+    let tool =
+        FnTool::new("car.consumption", "Computes the fuel consumption of a trip", consumption)
+            .effect(Effect::Read)
+            .risk(Risk::Low)
+            .timeout_ms(2_000);
     let engine = Engine::builder().tool(tool).start().await?;
     let caller = Caller::local("default");
 

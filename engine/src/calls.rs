@@ -6,7 +6,6 @@
 pub(crate) mod accept;
 pub(crate) mod attempt;
 pub mod batch;
-pub(crate) mod command;
 pub(crate) mod commit;
 pub(crate) mod dependents;
 pub(crate) mod detach_on_drop;
@@ -14,6 +13,7 @@ pub(crate) mod limiter;
 pub(crate) mod observer;
 pub(crate) mod open_calls;
 pub(crate) mod recover;
+pub(crate) mod rejoin;
 pub(crate) mod report;
 pub(crate) mod request;
 pub(crate) mod speculative_read;
@@ -29,6 +29,7 @@ use dependents::Dependents;
 use futures::future::BoxFuture;
 use limiter::ConcurrencyLimiter;
 use open_calls::OpenCalls;
+use rejoin::Rejoin;
 use tokio::sync::Notify;
 use tokio_util::task::TaskTracker;
 
@@ -40,12 +41,11 @@ use crate::ports::core::Core;
 use crate::ports::source::{Source, SourceHealth};
 use crate::registry::catalog::Catalog;
 use crate::registry::{DirectoryListener, Registry};
-use crate::rejoin::Rejoin;
 
-pub use crate::rejoin::PendingDelivery;
 pub use accept::Ticket;
 pub use batch::{Batch, BatchAnswer, BatchEntryResult, BatchEntryState, BatchMode};
 pub use open_calls::LimitStatus;
+pub use rejoin::PendingDelivery;
 pub use report::AttemptReport;
 pub use request::{CallRequest, duplicate_key_error};
 pub use wait::{CallPage, CallQuery, CallRef, EventQuery, Until};

@@ -113,6 +113,11 @@ impl Engine {
         self.calls.sources_health()
     }
 
+    /// Returns the reason once the store has failed for good, so that the process has to restart.
+    pub async fn wait_for_store_failure(&self) -> String {
+        self.core.store.wait_for_failure().await
+    }
+
     /// Stops accepting work and waits, at most `limit`, for attempts that run in this process. The
     /// next start finds and settles the calls that have not finished by then.
     pub async fn shut_down(&self, limit: std::time::Duration) {

@@ -42,7 +42,7 @@ use crate::domain::json::Json;
 use crate::domain::tool::{Effect, Executor};
 
 /// Ends the message of a fault that leaves open if an irreversible tool had its effect.
-pub(crate) const MAY_HAVE_HAPPENED: &str = "it may have happened, so a retry is not safe";
+pub(crate) const MAY_HAVE_HAPPENED: &str = "it may have taken effect, so a retry is not safe";
 
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq)]
@@ -351,18 +351,18 @@ fn acknowledge(
 ) -> Result<Transition, Refusal> {
     if call.status.is_terminal() {
         return Err(Refusal::AlreadyEnded(
-            ignored_record(call, now_ms, "taken after the end").with("by", by),
+            ignored_record(call, now_ms, "acknowledged after the end").with("by", by),
         ));
     }
-    let same = call.status == Status::Running
+    let is_same = call.status == Status::Running
         && call.attempt == attempt
         && call.acknowledged_by.as_deref() == Some(by);
-    if same {
+    if is_same {
         return Err(Refusal::Duplicate);
     }
     let acknowledged = call.target.traits.reports_later && call.status == Status::Running;
     if (call.hold != Some(Hold::Unacknowledged) && !acknowledged) || call.attempt != attempt {
-        let reason = "taken, but this attempt is not out";
+        let reason = "acknowledged, but this attempt is not in flight";
         return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason).with("by", by)));
     }
     // Another client may acknowledge the attempt only after the lease moved to it, which happens
@@ -370,7 +370,7 @@ fn acknowledge(
     let holder = call.acknowledged_by.as_deref().filter(|_| acknowledged);
     let lease_moved = instead_of == holder && call.target.effect != Effect::Irreversible;
     if holder.is_some() && !lease_moved {
-        let reason = "taken, but another has taken it before";
+        let reason = "acknowledged, but another executor acknowledged it before";
         return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason).with("by", by)));
     }
     let mut next = call.clone();
@@ -410,7 +410,7 @@ fn check_report(
     }
     let this_one = attempt.is_none_or(|attempt| attempt == call.attempt);
     if !call.has_attempt_in_flight() || !this_one {
-        let reason = "reported for an attempt that is not out";
+        let reason = "reported for an attempt that is not in flight";
         return Err(Refusal::WrongAttempt(with_report(
             ignored_record(call, now_ms, reason),
             by,
@@ -480,14 +480,14 @@ fn retry_or_fail(
     }
     let may_replace = harmless || next.target.effect == Effect::Read;
     if may_replace && !next.fallbacks.is_empty() && now_ms < next.deadline_ms {
-        let alternate = next.fallbacks.remove(0);
+        let fallback = next.fallbacks.remove(0);
         records.push(
             failed(EventKind::Fallback, &next)
                 .with("from", next.target.tool.as_str())
-                .with("to", alternate.tool.as_str())
-                .with("args_bytes", alternate.args.text().len()),
+                .with("to", fallback.tool.as_str())
+                .with("args_bytes", fallback.args.text().len()),
         );
-        next.target = alternate;
+        next.target = fallback;
         next.target_attempts = 0;
         schedule_next_attempt(&mut next, fault, now_ms);
         return into_transition(next, records, vec![Action::Enqueue]);
@@ -531,9 +531,9 @@ fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
 /// attempt number refers to the failed attempt only while no other is in flight.
 fn repeats_failed_attempt(call: &Call, attempt: Option<u32>, result: &Result<Json, Fault>) -> bool {
     let (Some(failed), Err(fault)) = (&call.failed_attempt, result) else { return false };
-    let meant = attempt.or((!call.has_attempt_in_flight()).then_some(failed.attempt));
-    let over = failed.attempt < call.attempt || !call.has_attempt_in_flight();
-    over && meant.is_some_and(|attempt| failed.matches_report(attempt, fault))
+    let named = attempt.or((!call.has_attempt_in_flight()).then_some(failed.attempt));
+    let has_ended = failed.attempt < call.attempt || !call.has_attempt_in_flight();
+    has_ended && named.is_some_and(|attempt| failed.matches_report(attempt, fault))
 }
 
 /// Returns true if the fault of an ended call has the message of this reported fault. Earlier
@@ -589,13 +589,13 @@ fn apply_remote_outcome(
     let partial = status == Status::Succeeded;
     if call.status.is_terminal() {
         let stored = call.outcome.as_ref();
-        let same = stored.is_some_and(|stored| {
+        let is_same = stored.is_some_and(|stored| {
             stored.partial == partial && stored.data == outcome.1 && stored.error == outcome.2
         });
         // Calls that a tool service canceled were once stored as CANCELED.
         let was_canceled =
             matches!(reported, RemoteOutcome::Canceled(_)) && call.status == Status::Canceled;
-        if same && (call.status == status || was_canceled) {
+        if is_same && (call.status == status || was_canceled) {
             return Err(Refusal::Duplicate);
         }
         let reason = format!("reported after the call was {}", call.status.as_str());
@@ -604,8 +604,8 @@ fn apply_remote_outcome(
         return Err(Refusal::AlreadyEnded(late));
     }
     if !call.has_attempt_in_flight() || attempt != call.attempt {
-        let late =
-            ignored_record(call, now_ms, "reported for an attempt that is not out").with("by", by);
+        let late = ignored_record(call, now_ms, "reported for an attempt that is not in flight")
+            .with("by", by);
         return Err(Refusal::WrongAttempt(late.with("reported", status.as_str())));
     }
     let mut next = call.clone();
@@ -626,14 +626,10 @@ fn apply_remote_outcome(
 /// Stores the handle of an attempt that continues at the executor, to resume it after a crash.
 fn detach(call: &Call, attempt: u32, handle: &str, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status.is_terminal() {
-        return Err(Refusal::AlreadyEnded(ignored_record(
-            call,
-            now_ms,
-            "handed over after the end",
-        )));
+        return Err(Refusal::AlreadyEnded(ignored_record(call, now_ms, "detached after the end")));
     }
     if !call.has_attempt_in_flight() || call.attempt != attempt {
-        let reason = "handed over by an attempt that is not out";
+        let reason = "detached by an attempt that is not in flight";
         return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason)));
     }
     let current = call.elicitation.as_ref().and_then(|elicitation| elicitation.handle.as_deref());
@@ -658,6 +654,9 @@ fn start_after_predecessor(call: &Call, now_ms: u64) -> Result<Transition, Refus
     next.deadline_ms = call.deadline_ms.min(now_ms.saturating_add(timeout_ms));
     Ok(into_transition(next, vec![], vec![Action::Enqueue]))
 }
+
+/// Number of lost attempts after which a call is not tried again: it may be what ends the process.
+const MAX_LOST_ATTEMPTS: u32 = 3;
 
 /// Recovers a call whose owner process is gone. An attempt that survives the process is delivered
 /// again; one that ran inside it is retried only if the tool is safe to repeat.
@@ -684,16 +683,23 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
         next.attempt_deadline_ms = attempt_deadline(&next, now_ms);
         return Ok(into_transition(next, vec![recovered], vec![Action::Redeliver]));
     }
-    let retryable = next.target.effect != Effect::Irreversible;
+    next.lost_attempts += 1;
+    let may_repeat = next.target.effect != Effect::Irreversible;
+    let retryable = may_repeat && next.lost_attempts < MAX_LOST_ATTEMPTS;
     let (tool, attempt) = (&call.target.tool, call.attempt);
-    let then = match retryable {
-        true => format!(" in attempt {attempt}: it may have happened"),
-        false => format!(", and it was not tried again: {MAY_HAVE_HAPPENED}"),
+    let then = match (may_repeat, retryable) {
+        (false, _) => format!(", and it was not retried: {MAY_HAVE_HAPPENED}"),
+        (true, true) => format!(" in attempt {attempt}: it may have taken effect"),
+        (true, false) => format!(
+            " in attempt {attempt}, as in {} attempts before: it may have taken effect, and is not \
+             retried, because it may be the cause of the stop",
+            next.lost_attempts - 1
+        ),
     };
-    let message = format!("the server stopped while {tool} was under way{then}");
+    let message = format!("the server stopped while {tool} was in flight{then}");
     let fault = Fault::new(Code::OutcomeUnknown, message);
     // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
-    // down each time must end.
+    // down each time must end, and after few crashes, whatever its number of retries is.
     let fault = fault.retryable(retryable);
     Ok(retry_or_fail(next, vec![recovered], &fault, now_ms, Status::Failed))
 }

@@ -4,11 +4,11 @@
 //! failover and normal operation use the same path.
 
 pub(crate) mod audit_retention;
+pub mod claim_queued;
 pub mod client_leases;
 pub mod credential_expiry;
 pub mod deadlines;
 pub mod directory_refresh;
-pub mod dispatch;
 pub mod purge;
 pub mod revocations;
 pub mod switches;

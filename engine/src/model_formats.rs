@@ -36,7 +36,7 @@ pub enum CallFormat {
     Anthropic,
 }
 
-/// A parsed tool call, whatever its format was.
+/// A parsed tool call, regardless of its format.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedToolCall {
     /// Format in which the call was written.
@@ -169,8 +169,8 @@ fn detect_format(fields: &RawFields<'_>) -> Result<CallFormat, Fault> {
         Some(other) => {
             let excerpt: String = other.chars().take(40).collect();
             let message = format!(
-                "an entry of the type \"{excerpt}\" is not a call of a tool here; known are \
-                 \"function\", \"function_call\" and \"tool_use\", and the envelope has no type"
+                "\"{excerpt}\" is not a supported type of tool call; use \"function\", \
+                 \"function_call\" or \"tool_use\", or an envelope without a type"
             );
             Err(parse_fault("/type", message))
         }

@@ -3,14 +3,14 @@
 pub(crate) mod active;
 pub mod agent_loop;
 pub(crate) mod caller_executed;
-pub(crate) mod checkpoint;
 pub mod context;
+pub(crate) mod conversations;
 pub(crate) mod driver;
 pub(crate) mod manage;
 pub(crate) mod read_result;
+pub(crate) mod rejoin;
 pub(crate) mod replay;
 pub(crate) mod run_context;
-pub(crate) mod saved_conversation;
 pub(crate) mod stream;
 pub(crate) mod subscribers;
 use std::sync::Arc;
@@ -26,12 +26,11 @@ use crate::registry::Registry;
 
 pub use active::StartedRun;
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
-pub use checkpoint::ConversationCheckpoint;
+pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
 pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};
 pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
-pub use saved_conversation::SavedConversation;
 pub use subscribers::{RunDelta, RunSubscription};
 
 /// Runs of agents: one stored agent loop each, and the context of its calls.
@@ -45,12 +44,18 @@ pub struct Runs {
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
     pub(crate) active_runs: ActiveRuns,
+    pub(crate) conversations: Conversations,
 }
 
 impl Runs {
     /// Returns the language models that are configured.
     pub fn models(&self) -> &Arc<dyn ModelResolver> {
         &self.models
+    }
+
+    /// Returns the conversations behind responses of OpenAI's API.
+    pub fn conversations(&self) -> &Conversations {
+        &self.conversations
     }
 
     /// Returns the default policy for model requests and their retries.

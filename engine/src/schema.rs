@@ -7,7 +7,9 @@
 //!
 //! Schemas come from untrusted sources. A schema is therefore analyzed as a program before it runs
 //! (`guard`), compiled within the budget of its request (`budget`), held in bounded memory
-//! (`cache`), runs with a step budget (`meter`), and its errors are then explained (`problem`).
+//! (`cache`), runs with a step budget (`meter`), and its errors are then explained (`problem`). A
+//! limiter divides the threads that compile between projects (`project_limiter`); other costly work
+//! of projects uses it too.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,6 +31,7 @@ mod meter;
 mod pattern_weight;
 mod phrases;
 mod problem;
+mod project_limiter;
 #[cfg(test)]
 mod tests;
 
@@ -36,6 +39,7 @@ pub use budget::{CompileBudget, FORM_BYTES, REQUEST_BYTES};
 pub use cache::{compile_off_thread, compiled_bytes};
 pub use defaults::DefaultsTooLarge;
 pub use phrases::nearest_name;
+pub use project_limiter::{ProjectLimiter, ProjectPermit};
 
 use cache::SchemaSlot;
 use guard::SchemaProfile;

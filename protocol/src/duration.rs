@@ -7,7 +7,7 @@ const MAX_DURATION: Duration = Duration::from_secs(86_400_000);
 
 /// Parses `500ms`, `30s`, `5m`, `1h` or `2d`. A bare number is in seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("\"{text}\" is not a time such as 500ms, 30s, 5m, 1h or 2d");
+    let invalid = || format!("\"{text}\" is not a time such as 500ms, 30s, 5m, 1h or 2d");
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let seconds_each = match unit {
@@ -16,11 +16,11 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         "m" | "min" => 60.0,
         "h" => 3_600.0,
         "d" => 86_400.0,
-        _ => return Err(wrong()),
+        _ => return Err(invalid()),
     };
-    let count: f64 = number.parse().map_err(|_| wrong())?;
-    let time = Duration::try_from_secs_f64(count * seconds_each).map_err(|_| wrong())?;
-    if time > MAX_DURATION { Err(wrong()) } else { Ok(time) }
+    let count: f64 = number.parse().map_err(|_| invalid())?;
+    let time = Duration::try_from_secs_f64(count * seconds_each).map_err(|_| invalid())?;
+    if time > MAX_DURATION { Err(invalid()) } else { Ok(time) }
 }
 
 #[cfg(test)]

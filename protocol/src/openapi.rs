@@ -108,7 +108,8 @@ pub fn import(
                             import.tools.push(tool);
                         }
                         _ => {
-                            let reason = format!("its name {} is another's", tool.definition.name);
+                            let reason =
+                                format!("its name {} is already used", tool.definition.name);
                             import.skipped.push(SkippedOperation { operation: label, reason });
                         }
                     }
@@ -133,7 +134,7 @@ fn build_tool(
     timeout_ms: u64,
 ) -> Result<ImportedTool, String> {
     if endpoint.method == "TRACE" {
-        return Err("the method TRACE is not sent".to_owned());
+        return Err("the method TRACE is not supported".to_owned());
     }
     let name = tool_name(endpoint, import_options.prefix.as_deref(), NameOrigin::OperationId)?;
     let scope = import_options.prefix.as_deref().unwrap_or(document.title);

@@ -4,7 +4,7 @@
 //! or the metadata service of its cloud. A URL is checked when it is given
 //! ([`OutboundPolicy::check`]), which catches mistakes early. Host names are resolved by a resolver
 //! that returns only permitted addresses ([`OutboundPolicy::client_builder`]), so the address that
-//! was checked is the one that is connected to, whatever a later DNS query returns.
+//! was checked is the one that is connected to, regardless of what a later DNS query returns.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;

@@ -66,6 +66,31 @@ setup_openai_clients() {
   export TOOLCRIB_TEST_OPENAI_NODE="$cache/node-openai-$openai_node_version"
 }
 
+# Agent frameworks that use OpenAI's API and resume their work after a broken connection.
+setup_agent_frameworks() {
+  step "LangGraph $langgraph_version, Mastra $mastra_core_version"
+  local python="python-langgraph-$langgraph_version-openai-$langchain_openai_version"
+  python_environment "$python" langgraph.graph,langchain_openai \
+    "langgraph==$langgraph_version" "langchain-openai==$langchain_openai_version"
+  export TOOLCRIB_TEST_LANGGRAPH_PYTHON="$cache/$python/bin/python"
+  local node="node-mastra-$mastra_core_version-$ai_sdk_compatible_version"
+  node_packages "$node" node@22 "@mastra/core@$mastra_core_version" \
+    "@ai-sdk/openai-compatible@$ai_sdk_compatible_version"
+  export TOOLCRIB_TEST_MASTRA_NODE="$cache/$node"
+}
+
+# The long forms of the tests of reliability, and their duration for the soak.
+setup_long_tests() {
+  step "long forms of the tests"
+  command -v strace >/dev/null || install_packages strace
+  export TOOLCRIB_TEST_LONG=1
+}
+
+setup_soak() {
+  step "duration of the soak"
+  export TOOLCRIB_TEST_SOAK=1
+}
+
 # Prints the path of `typos`, the installed one or one from the cache. Fails if there is neither and
 # it cannot be installed.
 find_typos() {

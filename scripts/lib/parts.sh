@@ -7,7 +7,7 @@
 # shellcheck shell=bash disable=SC2154 # scripts/test and the other files set the variables
 
 parts=()
-# Parts that run only when they are named.
+# Parts that run only when they are named: run_everything skips their modules, and --quick refuses them.
 standalone_parts=()
 declare -A part_about part_needs part_package part_modules
 
@@ -60,9 +60,15 @@ define_parts() {
   define_modules runs "" "runs batches contexts" "runs, batches, contexts"
   define_modules clients "" "ingress" "connected programs: WebSocket, SSE, long poll"
   define_modules openapi "" "openapi" "tools from OpenAPI documents and HTTP operations"
-  define_modules identity "" "identity policy" "keys, tokens, rules"
+  define_modules identity "postgres" "identity policy" "keys, tokens, rules"
   define_modules webhooks "" "webhooks tasks" "webhooks, background tasks"
   define_modules telemetry "" "telemetry" "traces, metrics, logs"
+  define_modules reliability "long_tests postgres" "reliability" \
+    "long forms of kills, upgrades, pauses and storms, only when named"
+  define_modules frameworks "openai_clients agent_frameworks" "frameworks" \
+    "agent frameworks and streams after a broken connection, only when named"
+  define_modules soak "soak" "soak" "load with event followers for 18 minutes, only when named"
+  standalone_parts+=(reliability frameworks soak)
   define_modules crash "" "crash" "killed processes, full disks, overload"
 }
 

@@ -63,11 +63,11 @@ async fn main() -> anyhow::Result<()> {
     OPERATOR_TOKEN.get_or_init(|| token.trim().to_owned());
     let (router, stop) = (served.http_router(&config), CancellationToken::new());
     let serving = serve::serve_listener(listener, router, &config, stop.clone());
-    let crib = format!("http://{address}/v1/sources/mcp/{NAME}");
+    let source_url = format!("http://{address}/v1/sources/mcp/{NAME}");
     let running = async {
         tokio::select! {
-            done = run(&served, &crib) => done,
-            error = person(&crib) => Err(error),
+            done = run(&served, &source_url) => done,
+            error = person(&source_url) => Err(error),
         }
     };
     let working = async {
@@ -108,11 +108,11 @@ fn oauth(context: &Value) -> anyhow::Result<McpOauthSettings> {
 }
 
 /// Opens every sign-in URL that Toolcrib shows, once each, up to a maximum.
-async fn person(crib: &str) -> anyhow::Error {
+async fn person(source_url: &str) -> anyhow::Error {
     let browser = reqwest::Client::new();
     let mut opened = std::collections::HashSet::new();
     loop {
-        let body = source(&browser, crib).await.unwrap_or_default();
+        let body = source(&browser, source_url).await.unwrap_or_default();
         let address = body["oauth"]["sign_in_url"].as_str().unwrap_or_default().to_owned();
         if !address.is_empty() && opened.len() < ENOUGH && opened.insert(address.clone()) {
             match browser.get(&address).send().await {
@@ -125,17 +125,17 @@ async fn person(crib: &str) -> anyhow::Error {
 }
 
 /// Reads the state of the suite's server from Toolcrib.
-async fn source(browser: &reqwest::Client, crib: &str) -> anyhow::Result<Value> {
+async fn source(browser: &reqwest::Client, source_url: &str) -> anyhow::Result<Value> {
     let token = OPERATOR_TOKEN.get().context("the operator token")?;
-    Ok(browser.get(crib).bearer_auth(token).send().await?.json().await?)
+    Ok(browser.get(source_url).bearer_auth(token).send().await?.json().await?)
 }
 
 /// Waits until the suite's server is ready. Fails when it stays away.
-async fn wait_until_ready(crib: &str) -> anyhow::Result<()> {
+async fn wait_until_ready(source_url: &str) -> anyhow::Result<()> {
     let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
     let mut seen = std::time::Instant::now();
     loop {
-        let body = source(&browser, crib).await?;
+        let body = source(&browser, source_url).await?;
         if body["state"] == "ready" {
             return Ok(());
         }
@@ -149,13 +149,13 @@ async fn wait_until_ready(crib: &str) -> anyhow::Result<()> {
     }
 }
 
-async fn run(served: &ServerRuntime, crib: &str) -> anyhow::Result<()> {
+async fn run(served: &ServerRuntime, source_url: &str) -> anyhow::Result<()> {
     let (engine, caller) = (&served.engine, Caller::local("default"));
-    wait_until_ready(crib).await?;
+    wait_until_ready(source_url).await?;
     for (tool, args) in calls(engine, &caller) {
         let invocation = || CallRequest::of(format!("{NAME}.{tool}"), Json::from_value(&args));
         let mut called = call(engine, &caller, invocation()).await;
-        if more_rights(crib).await? {
+        if more_rights(source_url).await? {
             called = call(engine, &caller, invocation()).await;
         }
         match called {
@@ -163,28 +163,28 @@ async fn run(served: &ServerRuntime, crib: &str) -> anyhow::Result<()> {
             Err(error) => println!("{tool} {args}: {error}"),
         }
     }
-    let shelf = served.mcp_passthrough();
+    let passthrough = served.mcp_passthrough();
     use toolcrib_transport::mcp::PassthroughProvider;
-    for resource in shelf.resources(&caller, None).await.unwrap_or_default() {
-        let asked = rmcp::model::ReadResourceRequestParams::new(resource.uri);
-        let _ = shelf.read_resource(&caller, None, asked).await;
+    for resource in passthrough.resources(&caller, None).await.unwrap_or_default() {
+        let params = rmcp::model::ReadResourceRequestParams::new(resource.uri);
+        let _ = passthrough.read_resource(&caller, None, params).await;
     }
-    for prompt in shelf.prompts(&caller).await.unwrap_or_default() {
-        let asked = rmcp::model::GetPromptRequestParams::new(prompt.name);
-        let _ = shelf.get_prompt(&caller, asked).await;
+    for prompt in passthrough.prompts(&caller).await.unwrap_or_default() {
+        let params = rmcp::model::GetPromptRequestParams::new(prompt.name);
+        let _ = passthrough.get_prompt(&caller, params).await;
     }
     Ok(())
 }
 
 /// Returns true if a call required more scopes than granted, and a sign-in has granted them.
-async fn more_rights(crib: &str) -> anyhow::Result<bool> {
+async fn more_rights(source_url: &str) -> anyhow::Result<bool> {
     let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
-    let mut asked = false;
+    let mut was_requested = false;
     while began.elapsed() < UNREACHABLE_LIMIT {
-        if source(&browser, crib).await?["oauth"]["sign_in_url"].is_null() {
-            return Ok(asked);
+        if source(&browser, source_url).await?["oauth"]["sign_in_url"].is_null() {
+            return Ok(was_requested);
         }
-        asked = true;
+        was_requested = true;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     Ok(false)
@@ -248,12 +248,12 @@ fn fitting(schema: &Value) -> Value {
 }
 
 /// Runs a call to its end and answers its elicitations.
-async fn call(engine: &Engine, caller: &Caller, asked: CallRequest) -> anyhow::Result<Call> {
-    let ticket = engine.calls().invoke(caller, asked).await?;
+async fn call(engine: &Engine, caller: &Caller, request: CallRequest) -> anyhow::Result<Call> {
+    let ticket = engine.calls().invoke(caller, request).await?;
     let mut call = ticket.call.clone();
     while !call.status.is_terminal() {
         if call.waits_for_input() {
-            let open = call.elicitation.as_ref().map(|dialogue| dialogue.unanswered.clone());
+            let open = call.elicitation.as_ref().map(|elicitation| elicitation.unanswered.clone());
             let answers = open.unwrap_or_default().into_iter().map(answered).collect();
             call = engine.calls().answer_elicitation(caller, &call.id, answers).await?;
             continue;

@@ -103,7 +103,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     telemetry::metrics_handle();
     let (store, lock) = open_store::open_exclusive(&config.store_location()?).await?;
     let otlp = OtlpExporter::start(&config.telemetry).await?;
-    let link = match nats_endpoint(&config.nats) {
+    let nats_connection = match nats_endpoint(&config.nats) {
         Some(address) => Some(NatsConnection::connect(&address, "toolcrib").await.context("NATS")?),
         None => None,
     };
@@ -116,9 +116,9 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     let mut builder = Engine::builder()
         .store(store)
         .source(upstreams.clone())
-        .source(Arc::new(UtpSource::new(link.clone())))
+        .source(Arc::new(UtpSource::new(nats_connection.clone())))
         .source(Arc::new(build_http_source(config)?))
-        .publishes_outbox(link.is_some())
+        .publishes_outbox(nats_connection.is_some())
         .limits(engine_limits(config))
         .policies(settings::execution_policies(config))
         .approval_settings(settings::approval_settings(config))
@@ -152,7 +152,8 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     }
     let engine = builder.start().await?;
     apply_configured_rules(&engine, config).await?;
-    let nats = link.map(|link| toolcrib_transport::nats::start(engine.clone(), link));
+    let nats = nats_connection
+        .map(|nats_connection| toolcrib_transport::nats::start(engine.clone(), nats_connection));
     let (configured, admission) = (config.mcp.clone(), config.mcp_servers.clone());
     let secrets = settings::secret_policy(config)?;
     let reconciler =
@@ -169,7 +170,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
 }
 
 /// Opens an engine for administration: it reads and changes the directory but executes nothing, so
-/// it is safe to use beside a running server.
+/// it is safe to use in addition to a running server.
 pub async fn open_admin_engine(config: &Config) -> anyhow::Result<Engine> {
     let store = open_store::open_shared(&config.store_location()?).await?;
     // A rule can be about the properties of built-in tools.

@@ -42,12 +42,12 @@ Examples:
   toolcrib                                          start the server
   toolcrib --listen 127.0.0.1:9000                  start it on another port
   toolcrib call calculation.eval expression='2*21'  call a tool and wait for the result
-  toolcrib calls --status failed --since 1h         what went wrong in the last hour
-  toolcrib run --model demo 'What is 6 * 7?'        ask a model, and see its calls happen
-  toolcrib watch                                    see calls as they happen
+  toolcrib calls --status failed --since 1h         failed calls of the last hour
+  toolcrib run --model demo 'What is 6 * 7?'        ask a model and show its tool calls
+  toolcrib watch                                    show calls as they happen
   toolcrib keys create --agent operator --role admin
   toolcrib keys create --agent ada --allow 'weather.*'
-  toolcrib doctor                                   is everything all right?
+  toolcrib doctor                                   check the installation
 
 Keys, rules, audit and mcp need no --key for a server on this machine whose operator.token you can
 read.

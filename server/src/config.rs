@@ -212,7 +212,7 @@ pub struct PolicySettings {
     /// Wait between attempts.
     #[schemars(with = "BackoffSettings")]
     pub backoff: Backoff,
-    /// Whether a repeated request joins the earlier call if that call's answer was not delivered,
+    /// If true, a repeated request joins the earlier call if that call's answer was not delivered,
     /// where the tool's effect is not `read`.
     pub rejoin: bool,
     /// Maximum age of a call, run or conversation that a repeated request joins.

@@ -26,7 +26,13 @@ const CONNECTION_DRAIN: Duration = Duration::from_secs(2);
 /// Maximum time to send the last spans and metrics.
 const TELEMETRY_FLUSH: Duration = Duration::from_secs(3);
 
+/// Maximum time to shut down after the store has failed, in which callers get their responses.
+const FAILURE_DRAIN: Duration = Duration::from_secs(2);
+
 /// Runs the server until SIGTERM or Ctrl-C.
+///
+/// # Errors
+/// The server cannot start, or its store fails for good while it runs.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     let began = Instant::now();
     telemetry::start_logging(&config.log.level, config.log.format);
@@ -47,27 +53,39 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         tracing::info!("stopping: no new calls are accepted, running calls may finish");
         engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
     };
+    // After a failed flush it is unknown what is stored, and no later flush tells: the next start
+    // reads it from the disk.
+    let fail = async {
+        let reason = engine.wait_for_store_failure().await;
+        tracing::error!(reason, "stopping: the store has failed");
+        let _ = tokio::time::timeout(FAILURE_DRAIN, engine.shut_down(Duration::ZERO)).await;
+        reason
+    };
     // The listener stays open during the drain: new requests are refused with a "retry later" error
     // instead of waiting for a response that never comes.
-    tokio::select! {
-        () = accept_connections(&listener, router, &limits, &connections, &stopping) => {}
-        () = stop => {}
-    }
+    let failure = tokio::select! {
+        () = accept_connections(&listener, router, &limits, &connections, &stopping) => None,
+        () = stop => None,
+        reason = fail => Some(reason),
+    };
     drop(listener);
     stopping.cancel();
     connections.close();
     let _ = tokio::time::timeout(CONNECTION_DRAIN, connections.wait()).await;
     served.stop_mcp_servers().await;
     served.flush_telemetry(TELEMETRY_FLUSH).await;
-    Ok(())
+    match failure {
+        None => Ok(()),
+        Some(reason) => bail!("the store has failed: {reason}"),
+    }
 }
 
 async fn bind(address: &str) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|error| {
         let hint = match error.kind() {
             std::io::ErrorKind::AddrInUse => {
-                "something listens there already; choose another with --listen 127.0.0.1:8081, or \
-                 ask toolcrib doctor"
+                "another program listens there; choose another address with --listen \
+                 127.0.0.1:8081, or run toolcrib doctor"
             }
             std::io::ErrorKind::PermissionDenied => "ports below 1024 need more rights",
             _ => "give an address such as 127.0.0.1:8080",

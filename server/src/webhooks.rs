@@ -164,9 +164,9 @@ impl WebhookSender for HttpWebhookSender {
         Ok(url.into())
     }
 
-    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse {
-        let delivery = &notice.delivery;
-        let sent = match self.payload(&notice.call) {
+    async fn send(&self, message: WebhookMessage) -> DeliveryResponse {
+        let delivery = &message.delivery;
+        let sent = match self.payload(&message.call) {
             Ok(payload) => {
                 self.post(&delivery.project, &delivery.url, delivery.message_id(), payload).await
             }

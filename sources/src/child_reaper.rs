@@ -3,7 +3,8 @@
 //! A killed server cannot stop its child processes. Their standard input closes, and most exit for
 //! that reason. For those that do not, the server starts its own executable a second time as a
 //! reaper, which only reads from a pipe held by the server. When the pipe closes, the server is
-//! gone, whatever the cause, and the reaper sends SIGTERM and then SIGKILL to the remaining groups.
+//! gone, regardless of the cause, and the reaper sends SIGTERM and then SIGKILL to the remaining
+//! groups.
 //!
 //! Only the `toolcrib` program can do this, because only its executable accepts the reaper's
 //! argument. When the server is embedded in another program, no reaper runs.
@@ -91,17 +92,17 @@ mod unix {
 
     /// Reports to the reaper that a group exists, or that it is gone.
     pub(crate) fn update_group(group: i32, exists: bool) {
-        let mut watched = REAPER.lock();
-        if !watched.enabled {
+        let mut processes = REAPER.lock();
+        if !processes.enabled {
             return;
         }
         let changed = match exists {
-            true => watched.groups.insert(group),
-            false => watched.groups.remove(&group),
+            true => processes.groups.insert(group),
+            false => processes.groups.remove(&group),
         };
         let sign = if exists { '+' } else { '-' };
-        if changed && watched.write_line(&format!("{sign}{group}\n")).is_err() {
-            watched.start_reaper();
+        if changed && processes.write_line(&format!("{sign}{group}\n")).is_err() {
+            processes.start_reaper();
         }
     }
 
@@ -135,9 +136,9 @@ mod unix {
     fn restart_when_ended(mut watcher: Child, number: u64) {
         let _ = watcher.wait();
         std::thread::sleep(RESTART_DELAY);
-        let mut watched = REAPER.lock();
-        if watched.generation == number {
-            watched.start_reaper();
+        let mut processes = REAPER.lock();
+        if processes.generation == number {
+            processes.start_reaper();
         }
     }
 

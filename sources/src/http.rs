@@ -170,8 +170,8 @@ impl HttpSource {
                 operation.build_request(&args, secrets, &look)
             }
             HttpToolSpec::Jina => {
-                let look = |name: &str| self.read_jina_variable(tool, name);
-                jina::build_request(options, &self.jina_endpoints, &args, secrets, &look)
+                let lookup = |name: &str| self.read_jina_variable(tool, name);
+                jina::build_request(options, &self.jina_endpoints, &args, secrets, &lookup)
             }
         }?;
         self.check_destination(&request.url)?;
@@ -251,7 +251,9 @@ impl HttpSource {
 
     async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {
         let Some(command) = &attempt.command else {
-            return Err(Fault::new(Code::Internal, "the definition is gone").without_side_effect());
+            return Err(
+                Fault::new(Code::Internal, "the definition no longer exists").without_side_effect()
+            );
         };
         let options = command.binding.options.to_value();
         let request = self.build_request(&attempt.tool, &options, &attempt.args)?;
@@ -274,7 +276,7 @@ impl HttpSource {
 /// server's own variables may contain its keys.
 fn read_operator_variable(name: &str) -> Option<String> {
     if name.to_ascii_uppercase().starts_with("TOOLCRIB_") {
-        tracing::warn!(variable = name, "a variable of the server is not for tools");
+        tracing::warn!(variable = name, "tools may not read this variable of the server");
         return None;
     }
     std::env::var(name).ok().filter(|value| !value.is_empty())

@@ -203,7 +203,7 @@ impl McpSource {
         let upstream = self.find(project, name);
         let authorizer = upstream.as_ref().and_then(|upstream| upstream.authorizer.as_ref());
         let authorizer =
-            authorizer.ok_or_else(|| "it is not signed in to: it takes no tokens".to_owned())?;
+            authorizer.ok_or_else(|| "it has no sign-in: it does not use OAuth".to_owned())?;
         authorizer.restart_sign_in().await
     }
 
@@ -357,7 +357,7 @@ impl Source for McpSource {
 
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
         let Some(upstream) = self.find_by_tool(&attempt.project, &attempt.tool) else {
-            let message = format!("the MCP server of {} is not there any more", attempt.tool);
+            let message = format!("the MCP server of {} no longer exists", attempt.tool);
             let fault = Fault::new(Code::UpstreamUnavailable, message).without_side_effect();
             return StartResult::Finished(Err(fault.retryable(false)));
         };
@@ -375,7 +375,7 @@ impl Source for McpSource {
                 let is_ready = upstream.state.lock().phase == UpstreamPhase::Ready;
                 (!is_ready).then(|| upstream.unavailable_fault().message)
             }
-            None => Some("its MCP server is not configured any more".to_owned()),
+            None => Some("its MCP server is no longer configured".to_owned()),
         }
     }
 
@@ -399,7 +399,7 @@ impl McpSource {
 struct AttemptCounters {
     ok: Counter,
     failed: Counter,
-    asked: Counter,
+    needs_input: Counter,
     task: Counter,
 }
 
@@ -407,7 +407,7 @@ impl AttemptCounters {
     fn count(&self, started: &StartResult) {
         match started {
             StartResult::Finished(Ok(_)) => self.ok.increment(1),
-            StartResult::NeedsInput(_) => self.asked.increment(1),
+            StartResult::NeedsInput(_) => self.needs_input.increment(1),
             StartResult::Detached { .. } => self.task.increment(1),
             _ => self.failed.increment(1),
         }
@@ -419,7 +419,7 @@ static CALLS: LazyLock<AttemptCounters> = LazyLock::new(|| {
     AttemptCounters {
         ok: register_counter("ok"),
         failed: register_counter("failed"),
-        asked: register_counter("asked"),
+        needs_input: register_counter("asked"),
         task: register_counter("task"),
     }
 });

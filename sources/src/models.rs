@@ -104,13 +104,14 @@ impl ModelResolver for ModelRegistry {
                 name: registered.remote_name.clone(),
             });
         }
-        let others = self.fallback.as_ref().filter(|_| is_model_name(name))?;
-        Some(ResolvedModel { model: others.clone(), name: name.to_owned() })
+        let fallback = self.fallback.as_ref().filter(|_| is_model_name(name))?;
+        Some(ResolvedModel { model: fallback.clone(), name: name.to_owned() })
     }
 
     fn names(&self) -> Vec<String> {
-        let others = self.models.keys().filter(|name| Some(*name) != self.default_model.as_ref());
-        self.default_model.iter().chain(others).cloned().collect()
+        let other_names =
+            self.models.keys().filter(|name| Some(*name) != self.default_model.as_ref());
+        self.default_model.iter().chain(other_names).cloned().collect()
     }
 }
 

@@ -22,7 +22,7 @@ use crate::utp::command_publisher::{CommandPublisher, OutgoingCommand, Unacknowl
 
 /// Publishes commands for tool services.
 pub struct UtpSource {
-    link: Option<NatsConnection>,
+    nats: Option<NatsConnection>,
     unacknowledged: UnacknowledgedCommands,
     queue: UnboundedSender<OutgoingCommand>,
     _stop_on_drop: DropGuard,
@@ -37,7 +37,7 @@ impl UtpSource {
             let (post, stop) = (CommandPublisher::new(nats, unacknowledged.clone()), stop.clone());
             tokio::spawn(async move { stop.run_until_cancelled(post.run(commands)).await });
         }
-        Self { link: nats, unacknowledged, queue, _stop_on_drop: stop.drop_guard() }
+        Self { nats, unacknowledged, queue, _stop_on_drop: stop.drop_guard() }
     }
 
     fn drop_command(&self, call_id: &CallId, attempt: u32) {
@@ -60,9 +60,9 @@ impl Source for UtpSource {
         if attempt.redelivered && attempt.acknowledged_by.is_some() {
             return StartResult::Accepted;
         }
-        let version = self.link.as_ref().map_or(DEFAULT_VERSION, NatsConnection::version);
+        let version = self.nats.as_ref().map_or(DEFAULT_VERSION, NatsConnection::version);
         match OutgoingCommand::new(version, attempt) {
-            Ok(Some(outgoing)) if self.link.is_some() => {
+            Ok(Some(outgoing)) if self.nats.is_some() => {
                 self.unacknowledged.lock().insert(outgoing.attempt_key());
                 // Fails only when the server shuts down; the next process publishes the command.
                 let _ = self.queue.send(outgoing);
@@ -86,23 +86,23 @@ impl Source for UtpSource {
 
     fn unavailable_reason(&self, _project: &str, _tool: &str) -> Option<String> {
         // Without NATS, tool services take their commands from the shared tables.
-        let nats = self.link.as_ref()?;
+        let nats = self.nats.as_ref()?;
         (!nats.is_connected()).then(|| "NATS does not answer".to_owned())
     }
 
     fn health(&self) -> Option<SourceHealth> {
-        let nats = self.link.as_ref()?;
+        let nats = self.nats.as_ref()?;
         let waiting = self.unacknowledged.lock().len();
         metrics::gauge!("toolcrib_utp_commands_waiting").set(waiting as f64);
         let describe_outage =
             || format!("NATS does not answer; {waiting} commands wait, everything else works");
         let describe_outbox =
             || "wakeups and events are not published; see the server's log".to_owned();
-        let trouble = match (nats.is_connected(), nats.is_outbox_down()) {
+        let problem = match (nats.is_connected(), nats.is_outbox_down()) {
             (false, _) => Some(describe_outage()),
             (true, true) => Some(describe_outbox()),
             (true, false) => None,
         };
-        Some(SourceHealth { name: "nats", problem: trouble })
+        Some(SourceHealth { name: "nats", problem })
     }
 }

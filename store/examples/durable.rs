@@ -1,5 +1,5 @@
-//! Tickets in SQLite: a call is accepted, the program ends, and the next one finds it, finishes
-//! what was not done, and has the answer.
+//! Stores calls in SQLite: a first engine accepts a call and stops, a second one on the same file
+//! finds the call, executes it and has the result.
 //!
 //! `cargo run -p toolcrib-store --example durable`
 
@@ -17,34 +17,34 @@ struct Name {
     name: String,
 }
 
-/// A tool that never ends in a program that is about to end, and at once in the next.
-fn greet(last_program: bool) -> FnTool {
+/// Returns a tool that hangs if `hangs` is true, and otherwise ends at once.
+fn greet(hangs: bool) -> FnTool {
     FnTool::new("demo.greet", "Greets a person", move |args: Name| async move {
-        if last_program {
+        if hangs {
             std::future::pending::<()>().await;
         }
         Ok::<_, String>(format!("Hello, {}!", args.name))
     })
-    // Twice is as good as once: so what was under way when a program ended is tried again.
+    // A read can be repeated, so an attempt that was in flight at a crash is retried.
     .effect(Effect::Read)
 }
 
-async fn engine(file: &Path, last_program: bool) -> Result<Engine, Box<dyn std::error::Error>> {
+async fn engine(file: &Path, hangs: bool) -> Result<Engine, Box<dyn std::error::Error>> {
     let store = Arc::new(SqliteStore::open(file)?);
-    Ok(Engine::builder().store(store).tool(greet(last_program)).start().await?)
+    Ok(Engine::builder().store(store).tool(greet(hangs)).start().await?)
 }
 
-/// Two programs, one after the other, on the same file; answers with what there is to show.
+/// Starts two engines on the same file, one after the other, and returns the output.
 pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     let caller = Caller::local("default");
     let mut output = String::new();
 
     let first = engine(file, true).await?;
-    let mut asked = CallRequest::new("demo.greet", r#"{"name": "Ada"}"#)?;
-    asked.idempotency_key = Some("greet-ada".to_owned());
-    let ticket = first.calls().invoke(&caller, asked.clone()).await?;
+    let mut request = CallRequest::new("demo.greet", r#"{"name": "Ada"}"#)?;
+    request.idempotency_key = Some("greet-ada".to_owned());
+    let ticket = first.calls().invoke(&caller, request.clone()).await?;
     writeln!(output, "before the restart: {}", ticket.call.status.as_str())?;
-    // Nothing is waited for: this is as good as a crash.
+    // Stops without waiting for the attempt in flight, as a crash would.
     first.shut_down(Duration::ZERO).await;
     drop((first, ticket.clone()));
 
@@ -52,11 +52,11 @@ pub async fn show(file: &Path) -> Result<String, Box<dyn std::error::Error>> {
     let call = second.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
     let answer = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
     writeln!(output, "after the restart: {}", call.status.as_str())?;
-    writeln!(output, "answer: {}", answer.ok_or("there is an answer")?.text())?;
+    writeln!(output, "answer: {}", answer.ok_or("the call has no result")?.text())?;
     writeln!(output, "attempts: {}", call.attempt)?;
-    let again = second.calls().invoke(&caller, asked).await?;
-    let same = again.call.id == call.id && again.replayed;
-    writeln!(output, "the same key gives the same ticket: {same}")?;
+    let again = second.calls().invoke(&caller, request).await?;
+    let is_same = again.call.id == call.id && again.replayed;
+    writeln!(output, "the same key gives the same ticket: {is_same}")?;
     second.shut_down(Duration::from_secs(1)).await;
     Ok(output)
 }

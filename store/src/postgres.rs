@@ -71,8 +71,8 @@ pub enum PostgresOpenError {
 use PostgresOpenError as OpenError;
 
 impl From<SessionError> for OpenError {
-    fn from(broke: SessionError) -> Self {
-        Self::Postgres(broke.message())
+    fn from(error: SessionError) -> Self {
+        Self::Postgres(error.message())
     }
 }
 
@@ -267,7 +267,7 @@ impl Store for PostgresStore {
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
         let session = self.pool.acquire().await?;
-        events::newest_event(&session, &scope).await.map_err(SessionError::into_store_error)
+        events::last_event_number(&session, &scope).await.map_err(SessionError::into_store_error)
     }
 
     async fn run_tool_definitions(
@@ -385,6 +385,10 @@ impl Store for PostgresStore {
     async fn check_health(&self) -> Result<(), StoreError> {
         self.directory_version().await?;
         self.write((), |writer, input| Box::pin(write_probe(writer, input))).await
+    }
+
+    async fn wait_for_failure(&self) -> String {
+        self.writer.wait_for_lost_lease().await.to_owned()
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {

@@ -130,14 +130,14 @@ impl SqliteStore {
 
     async fn read<T: Send + 'static>(
         &self,
-        look: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
+        query: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
         let to_unavailable = |_| StoreError::Unavailable("the store is closed".to_owned());
-        let turn = self.read_permits.clone().acquire_owned().await.map_err(to_unavailable)?;
+        let permit = self.read_permits.clone().acquire_owned().await.map_err(to_unavailable)?;
         let readers = self.readers.clone();
         // The permit is released when the read ends, even if its caller no longer waits.
         let read =
-            tokio::task::spawn_blocking(move || (readers.with_connection(look), turn).0).await;
+            tokio::task::spawn_blocking(move || (readers.with_connection(query), permit).0).await;
         read.map_err(|error| StoreError::Unavailable(error.to_string()))?
     }
 }
@@ -242,7 +242,7 @@ impl Store for SqliteStore {
     }
 
     async fn last_event_number(&self, scope: EventScope) -> Result<u64, StoreError> {
-        self.read(move |connection| events::newest_event(connection, &scope)).await
+        self.read(move |connection| events::last_event_number(connection, &scope)).await
     }
 
     async fn run_tool_definitions(
@@ -341,6 +341,10 @@ impl Store for SqliteStore {
     async fn check_health(&self) -> Result<(), StoreError> {
         self.read(|connection| directory::read_version(connection).map(|_| ())).await?;
         self.write(|writer| write_probe(writer.connection()?)).await
+    }
+
+    async fn wait_for_failure(&self) -> String {
+        self.writer.wait_for_flush_failure().await.to_owned()
     }
 
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {

@@ -8,7 +8,7 @@ use toolcrib::schema::{self, CompileBudget, FORM_BYTES, Schema};
 
 /// Refuses answers that do not match the schemas of a call's unanswered questions.
 pub(super) async fn check_answers(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
-    let open = call.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
+    let open = call.elicitation.as_ref().map(|elicitation| &elicitation.unanswered);
     for (key, question) in open.into_iter().flatten() {
         if let Some(answer) = answers.get(key) {
             check_answer(&call.project, key, question, answer).await?;
@@ -18,7 +18,7 @@ pub(super) async fn check_answers(call: &Call, answers: &Map<String, Value>) -> 
 }
 
 /// Refuses an accepted answer that does not match the `requestedSchema` of its question. Fields
-/// that have a default may be left out.
+/// that have a default may be omitted.
 async fn check_answer(
     project: &str,
     key: &str,
@@ -39,8 +39,8 @@ async fn check_answer(
     let fields = schema_json.get("properties").and_then(Value::as_object);
     if let Value::Object(content) = &mut content {
         for (name, field) in fields.into_iter().flatten() {
-            if let Some(usual) = field.get("default") {
-                content.entry(name.clone()).or_insert_with(|| usual.clone());
+            if let Some(default) = field.get("default") {
+                content.entry(name.clone()).or_insert_with(|| default.clone());
             }
         }
     }

@@ -6,7 +6,7 @@
 //! `health`, `oauth`). The OpenAPI document is generated from the same list.
 //!
 //! To add a route, write a handler with `#[utoipa::path]` in the file of its resource, with its
-//! bodies beside it; add it to the `routes` of its group; then run
+//! bodies next to it; add it to the `routes` of its group; then run
 //! `UPDATE=1 cargo test -p toolcrib-server --test it wire_files`, which writes `api/openapi.json`.
 //! `extract` reads the caller, parameters and bodies, `wire` has the bodies that several
 //! handlers share, and `problem` writes errors.
@@ -26,6 +26,7 @@ mod pagination;
 mod problem;
 mod projects;
 mod rate_limit_headers;
+mod stream_limiter;
 mod v1;
 mod wait_param;
 mod wire;
@@ -42,8 +43,8 @@ use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
 pub use openai::LiveConversations;
 pub(crate) use problem::error_response;
-pub(crate) use problem::problem_response;
-use problem::problem_with_status;
+use problem::{problem_response, problem_with_status};
+pub use stream_limiter::{LongPollAdmission, StreamCaller, StreamLimiter, StreamPermit};
 use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::domain::directory::audit::RequestOrigin;
@@ -60,7 +61,6 @@ pub use v1::{
 };
 
 use crate::auth::{CredentialWatch, OriginPolicy};
-use crate::stream_limiter::StreamPermit;
 
 /// The axum state of every HTTP handler.
 #[derive(Clone)]
@@ -102,7 +102,7 @@ pub fn is_health_check(path: &str) -> bool {
 
 /// Returns the response to a request that exceeds the number of connections.
 pub fn connection_refusal() -> Response {
-    let message = "the server has as many connections open as it may have \
+    let message = "the server has reached its maximum number of connections \
                    (limits.max_connections); nothing was done, a retry is safe";
     let fault = Fault::new(Code::Overloaded, message).without_side_effect();
     problem_response(&fault, Some(1_000))
@@ -132,14 +132,14 @@ pub struct HttpTransportSettings {
 #[openapi(
     info(
         title = "Toolcrib",
-        description = "The tool crib for AI agents: agents ask for tools by name, every call is a \
-                       durable ticket, and an executor that can do the work gets it.",
+        description = "The tool crib for AI agents: agents call tools by name, every call is a \
+                       durable ticket, and an available executor runs it.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     tags(
         (name = "agents", description = "Calling tools"),
         (name = "models", description = "OpenAI's API, with Toolcrib's tools behind it"),
-        (name = "runs", description = "Conversations with a model, kept and driven here"),
+        (name = "runs", description = "Agent runs: stored conversations with a model"),
         (name = "providers", description = "Offering tools and executing calls"),
         (name = "approvers", description = "Deciding about calls that wait for a person"),
         (name = "operators", description = "Keys, rules, health")
@@ -169,7 +169,7 @@ pub fn openapi_json() -> String {
     text
 }
 
-/// Builds the router of the HTTP transport: the API, and the pages beside it.
+/// Builds the router of the HTTP transport: the API, and the pages next to it.
 pub fn router(state: HttpState) -> Router {
     let (router, _) = routes().split_for_parts();
     router
@@ -183,7 +183,7 @@ pub fn router(state: HttpState) -> Router {
 
 async fn path_not_found(request: Request) -> Response {
     let path: String = request.uri().path().chars().take(200).collect();
-    let message = format!("there is nothing at {path}; /docs shows what there is");
+    let message = format!("there is no route {path}; /docs lists the routes");
     problem_response(&Fault::new(Code::NotFound, message), None)
 }
 
@@ -249,7 +249,7 @@ where
         HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
     });
     let trace = crate::http::extract::traceparent(request.headers());
-    let asked = request.uri().clone();
+    let uri = request.uri().clone();
     let origin = request_origin(&request, &id);
     let answering = std::panic::AssertUnwindSafe(answer(request)).catch_unwind();
     let answered = audit::with_origin(origin, answering).await;
@@ -261,9 +261,9 @@ where
         tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "server error");
     }
     if !answer.status().is_success() {
-        answer = crate::http::problem::with_request_details(answer, &asked, trace.as_ref());
+        answer = crate::http::problem::with_request_details(answer, &uri, trace.as_ref());
     }
-    crate::http::pagination::add_link_header(&mut answer, &asked);
+    crate::http::pagination::add_link_header(&mut answer, &uri);
     let headers = answer.headers_mut();
     headers.insert(REQUEST_ID, id);
     headers.insert("toolcrib-version", HeaderValue::from_static(env!("CARGO_PKG_VERSION")));

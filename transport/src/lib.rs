@@ -8,5 +8,4 @@ pub mod http;
 pub mod mcp;
 pub mod nats;
 pub mod postgres_reports;
-pub mod stream_limiter;
 pub mod tcp_timeout;

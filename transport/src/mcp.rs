@@ -13,13 +13,12 @@
 //!    text of a message.
 //! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format;
 //!    `sessions` and `call_stream`: session ids and streams that outlive the process.
-//! 3. `tool_list`: the tools that a caller sees.
+//! 3. `tool_list`: the tools that a caller sees; `resume`: the streams that continue a lost one.
 //! 4. `state`: the state that all requests share, and that of a legacy session.
 //! 5. `operations`: one module per group of MCP methods.
 //! 6. `server`: rmcp's handler, which delegates each method to its operation. A method is added
 //!    there.
-//! 7. `http` and `resume`: the route `/mcp`, with authentication, and the streams that continue a
-//!    lost one.
+//! 7. `http`: the route `/mcp`, with authentication.
 
 mod call_stream;
 mod duplicate_keys;

@@ -90,7 +90,7 @@ async fn handle_request(
 ) {
     let answered = match subject::parse(&request.subject) {
         Some(parts) => route(engine, nats, &parts, &request, permit).await,
-        None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
+        None => Err(Error::refused(Code::BadRequest, "this is not a subject of this server")),
     };
     let refused = |error| wire::error_json(&error).to_string().into_bytes();
     let mut bytes = answered.unwrap_or_else(refused);
@@ -106,7 +106,7 @@ async fn handle_request(
 }
 
 fn reply_too_large(limit: usize) -> Error {
-    let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
+    let message = format!("the answer is over NATS's limit of {limit} bytes; use HTTP");
     Error::refused(Code::PayloadTooLarge, message)
 }
 
@@ -165,6 +165,6 @@ fn parse_body(request: &Message) -> Result<Value, Error> {
 }
 
 fn unknown_subject(parts: &Subject<'_>) -> Error {
-    let asked = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
-    Error::refused(Code::NotFound, format!("there is nothing at {asked}"))
+    let subject = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
+    Error::refused(Code::NotFound, format!("there is no subject {subject}"))
 }

@@ -65,7 +65,7 @@ async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
         after = last.number;
         for written in &page {
             let outcome = ingest_report(engine, written).await;
-            let judged = match outcome {
+            let disposition = match outcome {
                 Ok(ingested) if ingested.is_late => ReportDisposition::Late,
                 Ok(_) => ReportDisposition::Applied,
                 // The report stays pending and is read again in the next pass.
@@ -75,7 +75,7 @@ async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
                     ReportDisposition::Rejected
                 }
             };
-            engine.utp().record_report_disposition(written.number, judged).await?;
+            engine.utp().record_report_disposition(written.number, disposition).await?;
         }
     }
 }
@@ -121,11 +121,11 @@ async fn ingest_report(
 /// Describes a mismatch between the row and the report that it holds.
 fn find_mismatch(written: &SharedTableReport) -> Option<String> {
     let payload: Value = serde_json::from_str(&written.payload).ok()?;
-    let says = |name: &str| payload.get(name).and_then(Value::as_str);
-    if says("agent_id").is_some_and(|agent| agent != written.agent_id) {
+    let field = |name: &str| payload.get(name).and_then(Value::as_str);
+    if field("agent_id").is_some_and(|agent| agent != written.agent_id) {
         return Some("payload.agent_id is not the agent of the row".to_owned());
     }
-    let (call, row) = (says("tool_call_id"), written.correlation_id.as_deref());
+    let (call, row) = (field("tool_call_id"), written.correlation_id.as_deref());
     if call.is_some() && row.is_some() && call != row {
         return Some("payload.tool_call_id is not the correlation_id of the row".to_owned());
     }

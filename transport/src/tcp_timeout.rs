@@ -80,8 +80,8 @@ impl AckTimeoutStream {
             return Poll::Pending;
         }
         metrics::counter!("toolcrib_connections_stalled_total").increment(1);
-        tracing::debug!(?limit, "closed a connection whose peer takes no data");
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer takes no data")))
+        tracing::debug!(?limit, "closed a connection whose peer reads no data");
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the peer reads no data")))
     }
 
     fn apply_timeout(&mut self) {

@@ -29,11 +29,11 @@ async fn connect(url: &str) -> anyhow::Result<NatsConnection> {
 }
 
 async fn ensure_stream(
-    link: &NatsConnection,
+    nats: &NatsConnection,
 ) -> anyhow::Result<async_nats::jetstream::stream::Stream> {
-    link.wait_until_connected().await;
+    nats.wait_until_connected().await;
     let config = stream_config(STREAM.to_owned(), format!("{STREAM}.>"), DAY);
-    Ok(link.jetstream().get_or_create_stream(config).await?)
+    Ok(nats.jetstream().get_or_create_stream(config).await?)
 }
 
 /// Waiters for a message, by its number.
@@ -41,11 +41,11 @@ type PendingReplies = Arc<Mutex<HashMap<u64, oneshot::Sender<()>>>>;
 
 /// Wakes the waiter of each message that arrives under a subject.
 async fn listen_for_replies(
-    link: &NatsConnection,
+    nats: &NatsConnection,
     subject: &str,
 ) -> anyhow::Result<PendingReplies> {
     let waiting = PendingReplies::default();
-    let mut replies = link.client().subscribe(format!("{subject}.*")).await?;
+    let mut replies = nats.client().subscribe(format!("{subject}.*")).await?;
     let woken = waiting.clone();
     tokio::spawn(async move {
         while let Some(message) = replies.next().await {
@@ -65,12 +65,12 @@ async fn listen_for_replies(
 ///
 /// When NATS cannot be reached.
 pub async fn remote_tool(url: &str) -> anyhow::Result<BaselineTool> {
-    let link = connect(url).await?;
-    ensure_stream(&link).await?;
-    let inbox = link.client().new_inbox();
+    let nats = connect(url).await?;
+    ensure_stream(&nats).await?;
+    let inbox = nats.client().new_inbox();
     let (acks, answers) = (format!("{inbox}.ack"), format!("{inbox}.answer"));
     let (acked, answered) =
-        (listen_for_replies(&link, &acks).await?, listen_for_replies(&link, &answers).await?);
+        (listen_for_replies(&nats, &acks).await?, listen_for_replies(&nats, &answers).await?);
     let numbers = Arc::new(AtomicU64::new(0));
     Ok(Arc::new(move || {
         let number = numbers.fetch_add(1, Ordering::Relaxed);
@@ -81,7 +81,7 @@ pub async fn remote_tool(url: &str) -> anyhow::Result<BaselineTool> {
         headers.insert(REPLY_TO_HEADER, format!("{answers}.{number}"));
         headers.insert(async_nats::header::NATS_MESSAGE_ID, format!("{inbox}-{number}"));
         let reply = format!("{acks}.{number}");
-        let (client, payload) = (link.client().clone(), vec![b'x'; 300].into());
+        let (client, payload) = (nats.client().clone(), vec![b'x'; 300].into());
         async move {
             let sent = client.publish_with_reply_and_headers(SUBJECT, reply, headers, payload);
             let _ = sent.await;
@@ -97,19 +97,19 @@ pub async fn remote_tool(url: &str) -> anyhow::Result<BaselineTool> {
 ///
 /// When NATS cannot be reached, or a command is malformed.
 pub async fn run_service(url: &str) -> anyhow::Result<()> {
-    let link = connect(url).await?;
+    let nats = connect(url).await?;
     let config = pull::Config {
         durable_name: Some("bare".to_owned()),
         max_ack_pending: 10_000,
         ..pull::Config::default()
     };
-    let consumer = ensure_stream(&link).await?.get_or_create_consumer("bare", config).await?;
+    let consumer = ensure_stream(&nats).await?.get_or_create_consumer("bare", config).await?;
     let mut commands = consumer.stream().max_messages_per_batch(256).messages().await?;
     while let Some(command) = commands.next().await {
         let command = command?;
         let headers = command.headers.as_ref().context("a command without headers")?;
         let answer = headers.get(REPLY_TO_HEADER).context("a command without an answer")?;
-        link.client().publish(answer.as_str().to_owned(), "{}".into()).await?;
+        nats.client().publish(answer.as_str().to_owned(), "{}".into()).await?;
         command.ack().await.map_err(anyhow::Error::from_boxed)?;
     }
     Ok(())

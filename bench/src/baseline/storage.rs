@@ -112,7 +112,7 @@ pub(super) fn write_loop(
                 commits.send_replace(());
             }
             Err(error) => {
-                eprintln!("floor: {} changes are lost: {error}", group.len());
+                eprintln!("baseline: {} changes are lost: {error}", group.len());
                 if !connection.is_autocommit() {
                     let _ = connection.execute_batch("ROLLBACK");
                 }

@@ -132,7 +132,7 @@ impl Connection {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             if self.input.len() > MAX_ANSWER {
-                return Err(invalid_data("the answer has no end"));
+                return Err(invalid_data("the response has no end"));
             }
             // Grows with the response, so that a long page is not read in tiny pieces.
             self.input.reserve(self.input.len().max(2048));
@@ -246,8 +246,7 @@ fn parse_head(head: &[u8]) -> io::Result<ResponseHead> {
             line.split_once(':').ok_or_else(|| invalid_data("a header without colon"))?;
         let value = value.trim();
         if name.eq_ignore_ascii_case("content-length") {
-            let length =
-                value.parse().map_err(|_| invalid_data("a content-length that is no number"))?;
+            let length = value.parse().map_err(|_| invalid_data("an invalid content-length"))?;
             parsed.length = Some(length);
         } else if name.eq_ignore_ascii_case("transfer-encoding") {
             parsed.chunked = value.to_ascii_lowercase().ends_with("chunked");
@@ -278,7 +277,7 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
             .ok()
             .and_then(|digits| usize::from_str_radix(digits, 16).ok())
             .filter(|&size| size <= MAX_ANSWER)
-            .ok_or_else(|| invalid_data("a chunk size that is no number"))?;
+            .ok_or_else(|| invalid_data("an invalid chunk size"))?;
         if size == 0 {
             break;
         }
@@ -286,7 +285,7 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
             return Ok(None);
         };
         if end != b"\r\n" {
-            return Err(invalid_data("a chunk that does not end where it said"));
+            return Err(invalid_data("a chunk that is longer than its size"));
         }
         joined.extend_from_slice(input.get(offset..offset + size).unwrap_or_default());
         offset += size + 2;

@@ -18,16 +18,16 @@ impl Bench<'_> {
     /// Measures startup, memory, single calls, concurrent calls and batches.
     pub(super) async fn measure_calls(&mut self) -> anyhow::Result<()> {
         let product = self.measure_startup().await?;
-        self.advance_progress("start of the floor");
-        let floor = self.launcher.start_baseline(&self.scratch.dir("floor")?, None).await?;
+        self.advance_progress("start of the baseline");
+        let baseline = self.launcher.start_baseline(&self.scratch.dir("floor")?, None).await?;
         self.advance_progress("warming up");
-        for server in [&product, &floor] {
+        for server in [&product, &baseline] {
             let time = Duration::from_millis(500);
             load::closed_loop(&server.addr, 8, time, &server.call_path, CALL_BODY, None).await?;
         }
-        self.measure_throughput(&product, &floor).await?;
-        self.measure_latency(&product, &floor).await?;
-        self.measure_bursts(&product, &floor).await?;
+        self.measure_throughput(&product, &baseline).await?;
+        self.measure_latency(&product, &baseline).await?;
+        self.measure_bursts(&product, &baseline).await?;
         self.measure_batches(&product).await?;
         let after = product.resident_mib()?;
         self.push_measurement(Measurement::absolute(
@@ -72,12 +72,12 @@ impl Bench<'_> {
     async fn measure_throughput(
         &mut self,
         product: &MeasuredServer,
-        floor: &MeasuredServer,
+        baseline: &MeasuredServer,
     ) -> anyhow::Result<()> {
         let (mut measured, mut base) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
             measured.push(self.sample_calls("the product", product, CALLERS).await?.calls_per_s);
-            base.push(self.sample_calls("the floor", floor, CALLERS).await?.calls_per_s);
+            base.push(self.sample_calls("the floor", baseline, CALLERS).await?.calls_per_s);
         }
         let name = format!("invoke and wait, {CALLERS} at once");
         let (measured, base) = (median(measured), median(base));
@@ -94,12 +94,12 @@ impl Bench<'_> {
     async fn measure_latency(
         &mut self,
         product: &MeasuredServer,
-        floor: &MeasuredServer,
+        baseline: &MeasuredServer,
     ) -> anyhow::Result<()> {
         let (mut measured, mut base) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
             measured.push(self.sample_calls("the product", product, 1).await?.p50_us as f64);
-            base.push(self.sample_calls("the floor", floor, 1).await?.p50_us as f64);
+            base.push(self.sample_calls("the floor", baseline, 1).await?.p50_us as f64);
         }
         let (measured, base) = (median(measured), median(base));
         let limit = Limit::AtMost(1.5);
@@ -116,12 +116,12 @@ impl Bench<'_> {
     async fn measure_bursts(
         &mut self,
         product: &MeasuredServer,
-        floor: &MeasuredServer,
+        baseline: &MeasuredServer,
     ) -> anyhow::Result<()> {
         let (mut measured, mut base) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
             for (subject, server, times) in
-                [("the product", product, &mut measured), ("the floor", floor, &mut base)]
+                [("the product", product, &mut measured), ("the floor", baseline, &mut base)]
             {
                 self.advance_progress(&format!("{BURST} from one client: {subject}"));
                 let (addr, bursts) = (server.addr.as_str(), self.plan.burst_count);

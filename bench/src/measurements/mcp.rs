@@ -73,21 +73,21 @@ impl Bench<'_> {
             one.push(self.measure_rate(&product.addr, "up.noop", 1, round).await?.1);
         }
         let name = format!("MCP tools/call through Toolcrib, {CALLERS} at once, a tool of 0.5 ms");
-        let (rate, floor) = (median(measured), median(direct));
+        let (rate, baseline) = (median(measured), median(direct));
         self.push_measurement(Measurement::against_baseline(
             name,
             "calls/s",
             rate,
-            floor,
+            baseline,
             Limit::AtLeast(0.6),
         ));
         let name = format!("MCP tools/call through Toolcrib, {CALLERS} at once, a tool of nothing");
-        let (rate, floor) = (median(empty), median(bare));
+        let (rate, baseline) = (median(empty), median(bare));
         self.push_measurement(Measurement::against_baseline(
             name,
             "calls/s",
             rate,
-            floor,
+            baseline,
             Limit::None,
         ));
         let added = (median(one) - median(alone)) / 1e3;

@@ -30,15 +30,15 @@ const TARGET: &str = "bench";
 /// round, so that the messages of one measurement do not slow down the next.
 const RAW_STREAM: &str = "bench_raw";
 
-async fn create_raw_stream(link: &NatsConnection) -> anyhow::Result<()> {
-    link.ensure_streams().await?;
+async fn create_raw_stream(nats: &NatsConnection) -> anyhow::Result<()> {
+    nats.ensure_streams().await?;
     let config = stream_config(RAW_STREAM.to_owned(), format!("{RAW_STREAM}.>"), DAY);
-    link.jetstream().create_stream(config).await?;
+    nats.jetstream().create_stream(config).await?;
     Ok(())
 }
 
-async fn delete_raw_stream(link: &NatsConnection) -> anyhow::Result<()> {
-    link.jetstream().delete_stream(RAW_STREAM).await?;
+async fn delete_raw_stream(nats: &NatsConnection) -> anyhow::Result<()> {
+    nats.jetstream().delete_stream(RAW_STREAM).await?;
     Ok(())
 }
 
@@ -81,11 +81,11 @@ impl Bench<'_> {
             self.launcher.start_tool_service(&bare_dir, &url, ServiceTools::Baseline)?;
         let bare = self.launcher.start_baseline(&bare_dir, Some(&url)).await?;
         let address = NatsEndpoint { url, credentials: None, version: DEFAULT_VERSION.to_owned() };
-        let link = NatsConnection::connect(&address, "bench").await?;
+        let nats = NatsConnection::connect(&address, "bench").await?;
         register_tool(&product).await?;
         let (warm, path) = (Duration::from_secs(1), call_path(TOOL));
         load::closed_loop(&product.addr, 8, warm, &path, CALL_BODY, None).await?;
-        let shared = vec![link.clone(); CALLERS];
+        let shared = vec![nats.clone(); CALLERS];
         let connections = (0..CALLERS).map(|_| NatsConnection::connect(&address, "bench"));
         let connections = futures::future::try_join_all(connections).await?;
         let mut rates: [Vec<f64>; 4] = Default::default();
@@ -98,18 +98,18 @@ impl Bench<'_> {
             rates[1].push(sample.calls_per_s);
             rates[2].push(publish_rate(&shared, self.plan.round_length).await?);
             rates[3].push(publish_rate(&connections, self.plan.round_length).await?);
-            trip.push(round_trip_us(&link, self.plan.round_length).await?);
+            trip.push(round_trip_us(&nats, self.plan.round_length).await?);
             let alone = self.sample_round("tools over NATS", &product, 1, &path).await?;
             one.push(alone.p50_us as f64);
         }
         self.push_rates(rates.map(median));
         let name = "tools over NATS, one at a time, p50, against a publish and a request";
-        let (p50, floor) = (median(one), median(trip));
+        let (p50, baseline) = (median(one), median(trip));
         self.push_measurement(Measurement::against_baseline(
             name,
             "µs",
             p50,
-            floor,
+            baseline,
             Limit::AtMost(4.0),
         ));
         Ok(())
@@ -125,10 +125,10 @@ impl Bench<'_> {
             ("tools over NATS", "the bare way", product, bare, Limit::None),
             ("the bare way", "JetStream's publish", bare, publishing, Limit::None),
         ];
-        for (operation, against, rate, floor, limit) in all {
+        for (operation, against, rate, baseline, limit) in all {
             let name = format!("{operation}, {CALLERS} at once, against {against}");
             self.push_measurement(Measurement::against_baseline(
-                name, "calls/s", rate, floor, limit,
+                name, "calls/s", rate, baseline, limit,
             ));
         }
     }
@@ -151,16 +151,16 @@ async fn register_tool(product: &MeasuredServer) -> anyhow::Result<()> {
 /// Returns the number of messages per second that the broker accepts and acknowledges, with one
 /// publisher per element. Elements may share a connection.
 async fn publish_rate(publishers: &[NatsConnection], time: Duration) -> anyhow::Result<f64> {
-    let link = publishers.first().context("no publisher")?;
-    create_raw_stream(link).await?;
+    let nats = publishers.first().context("no publisher")?;
+    create_raw_stream(nats).await?;
     let (count, started) = (Arc::new(AtomicU64::new(0)), Instant::now());
-    let workers = publishers.iter().enumerate().map(|(worker, link)| {
-        let (link, count) = (link.clone(), count.clone());
+    let workers = publishers.iter().enumerate().map(|(worker, nats)| {
+        let (nats, count) = (nats.clone(), count.clone());
         tokio::spawn(async move {
             let mut n = 0u64;
             while started.elapsed() < time {
                 let id = format!("raw-{worker}-{n}-{}", started.elapsed().as_nanos());
-                publish(&link, &id).await?;
+                publish(&nats, &id).await?;
                 n += 1;
                 count.fetch_add(1, Ordering::Relaxed);
             }
@@ -171,21 +171,21 @@ async fn publish_rate(publishers: &[NatsConnection], time: Duration) -> anyhow::
         worker??;
     }
     let rate = count.load(Ordering::Relaxed) as f64 / started.elapsed().as_secs_f64();
-    delete_raw_stream(link).await?;
+    delete_raw_stream(nats).await?;
     Ok(rate)
 }
 
-async fn publish(link: &NatsConnection, id: &str) -> anyhow::Result<()> {
+async fn publish(nats: &NatsConnection, id: &str) -> anyhow::Result<()> {
     let subject = format!("{RAW_STREAM}.default.public.cmd.bench.run");
     let headers = wire::base_headers(DEFAULT_VERSION, "dict", "");
-    Ok(link.publish(subject, headers, vec![b'x'; 300], id).await?)
+    Ok(nats.publish(subject, headers, vec![b'x'; 300], id).await?)
 }
 
 /// Returns the median time of one publish and one request with its reply, in microseconds.
-async fn round_trip_us(link: &NatsConnection, time: Duration) -> anyhow::Result<f64> {
-    create_raw_stream(link).await?;
-    let mut requests = link.client().subscribe("bench.echo").await?;
-    let echo = link.client().clone();
+async fn round_trip_us(nats: &NatsConnection, time: Duration) -> anyhow::Result<f64> {
+    create_raw_stream(nats).await?;
+    let mut requests = nats.client().subscribe("bench.echo").await?;
+    let echo = nats.client().clone();
     let echoing = tokio::spawn(async move {
         while let Some(request) = requests.next().await {
             let Some(reply) = request.reply else { continue };
@@ -196,11 +196,11 @@ async fn round_trip_us(link: &NatsConnection, time: Duration) -> anyhow::Result<
     let mut times = Vec::new();
     while started.elapsed() < time {
         let one = Instant::now();
-        publish(link, &format!("one-{}", started.elapsed().as_nanos())).await?;
-        link.client().request("bench.echo", vec![b'x'; 300].into()).await?;
+        publish(nats, &format!("one-{}", started.elapsed().as_nanos())).await?;
+        nats.client().request("bench.echo", vec![b'x'; 300].into()).await?;
         times.push(one.elapsed().as_secs_f64() * 1e6);
     }
     echoing.abort();
-    delete_raw_stream(link).await?;
+    delete_raw_stream(nats).await?;
     Ok(median(times))
 }

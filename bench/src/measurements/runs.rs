@@ -50,14 +50,14 @@ impl Bench<'_> {
             let began = Instant::now();
             client.run_to_end("steps").await?;
             let whole = began.elapsed();
-            let asked = model.requests().split_off(before);
+            let requests = model.requests().split_off(before);
             let began = Instant::now();
-            for request in &asked {
+            for request in &requests {
                 client.ask_model(&model.url, &request.body).await?;
             }
             let alone = began.elapsed();
-            let over = whole.saturating_sub(alone).as_secs_f64() * 1e3;
-            each.push(over / asked.len() as f64);
+            let overhead_ms = whole.saturating_sub(alone).as_secs_f64() * 1e3;
+            each.push(overhead_ms / requests.len() as f64);
         }
         let name = "run: overhead per step, p50";
         self.push_measurement(Measurement::absolute(name, "ms", median(each), Limit::AtMost(5.0)));
@@ -96,11 +96,11 @@ impl Bench<'_> {
         self.advance_progress("runs: first words");
         let mut ways = Vec::new();
         for _ in 0..FIRST_WORD_RUNS {
-            let heard = client.first_word_at().await?;
-            let asked = model.requests();
-            let sent_at = asked.last().and_then(RecordedRequest::first_event_time);
-            let sent_at = sent_at.context("the model said nothing")?;
-            ways.push(heard.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
+            let first_word_at = client.first_word_at().await?;
+            let requests = model.requests();
+            let sent_at = requests.last().and_then(RecordedRequest::first_event_time);
+            let sent_at = sent_at.context("the model sent no text")?;
+            ways.push(first_word_at.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
         }
         let name = "run: first word from the model to the client, p50";
         self.push_measurement(Measurement::absolute(name, "ms", median(ways), Limit::AtMost(5.0)));
@@ -109,14 +109,14 @@ impl Bench<'_> {
 }
 
 /// Decides the behavior of the model by its name.
-fn scripted_behavior(asked: &RecordedRequest) -> ScriptedBehavior {
-    let results = asked.messages().iter().filter(|message| message["role"] == "tool").count();
+fn scripted_behavior(request: &RecordedRequest) -> ScriptedBehavior {
+    let results = request.messages().iter().filter(|message| message["role"] == "tool").count();
     let call = || {
         let id = format!("c{results}");
         let arguments = json!({ "expression": results.to_string() }).to_string();
         ScriptedAnswer::text("").with_call(&id, &name_for_model(TOOL), arguments)
     };
-    match asked.body["model"].as_str() {
+    match request.body["model"].as_str() {
         Some("steps") if results < STEPS => ScriptedBehavior::Reply(call()),
         Some("thinks") if results < 1 => ScriptedBehavior::Reply(call().with_delay(MODEL_DELAY)),
         Some("thinks") => {
@@ -166,14 +166,14 @@ impl BenchRunClient {
         body["stream"] = true.into();
         let answer = self.http.post(&self.url).json(&body).send().await?.error_for_status()?;
         let (mut chunks, mut read) = (answer.bytes_stream(), Vec::new());
-        let mut heard = None;
+        let mut first_word_at = None;
         while let Some(chunk) = chunks.next().await {
             read.extend_from_slice(&chunk?);
             let word = b"event: run.text";
-            if heard.is_none() && read.windows(word.len()).any(|window| window == word) {
-                heard = Some(Instant::now());
+            if first_word_at.is_none() && read.windows(word.len()).any(|window| window == word) {
+                first_word_at = Some(Instant::now());
             }
         }
-        heard.context("no word came")
+        first_word_at.context("no word came")
     }
 }

@@ -31,22 +31,22 @@ impl Bench<'_> {
         ];
         let dirs = (self.scratch.dir("traced")?, self.scratch.dir("plain")?);
         let (traced, _) = self.launcher.start_toolcrib(&dirs.0, &settings).await?;
-        let (plain, _) = self.launcher.start_toolcrib(&dirs.1, &[]).await?;
-        let (mut ratios, mut without) = (Vec::new(), Vec::new());
-        let turn = (self.plan.round_length / PAIRS_PER_ROUND).max(MIN_PAIR_TIME);
+        let (untraced, _) = self.launcher.start_toolcrib(&dirs.1, &[]).await?;
+        let (mut ratios, mut baselines) = (Vec::new(), Vec::new());
+        let measurement_length = (self.plan.round_length / PAIRS_PER_ROUND).max(MIN_PAIR_TIME);
         for n in 0..PAIRS * self.plan.rounds {
-            let (mut with, mut plainly) = (0.0, 0.0);
-            let mut pair = [(&traced, &mut with), (&plain, &mut plainly)];
+            let (mut with_tracing, mut without_tracing) = (0.0, 0.0);
+            let mut pair = [(&traced, &mut with_tracing), (&untraced, &mut without_tracing)];
             pair.rotate_left(n % 2);
             self.advance_progress("with tracing and without");
             for (server, rate) in pair {
                 *rate = self
-                    .run_load("the product", server, CALLERS, &server.call_path, turn)
+                    .run_load("the product", server, CALLERS, &server.call_path, measurement_length)
                     .await?
                     .calls_per_s;
             }
-            ratios.push(with / plainly);
-            without.push(plainly);
+            ratios.push(with_tracing / without_tracing);
+            baselines.push(without_tracing);
         }
         // A batch is sent after five seconds at the latest; a figure without any export would be
         // false.
@@ -55,14 +55,14 @@ impl Bench<'_> {
             ensure!(since.elapsed() < EXPORT_LIMIT, "the traced server exported nothing");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        let without = median(without);
-        let with = without * median(ratios);
+        let baseline = median(baselines);
+        let with_tracing = baseline * median(ratios);
         let name = format!("traces of 10 %, {CALLERS} at once, against none");
         self.push_measurement(Measurement::against_baseline(
             name,
             "calls/s",
-            with,
-            without,
+            with_tracing,
+            baseline,
             Limit::AtLeast(0.95),
         ));
         Ok(())

@@ -4,14 +4,14 @@ use serde_json::{Value, json};
 
 use super::{RecordedRequest, ScriptedAnswer};
 
-fn is_anthropic(asked: &RecordedRequest) -> bool {
-    asked.path.ends_with("/messages")
+fn is_anthropic(request: &RecordedRequest) -> bool {
+    request.path.ends_with("/messages")
 }
 
 /// Returns the whole answer as one document.
-pub(super) fn complete_document(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
-    if is_anthropic(asked) {
-        return anthropic_message(asked, answer);
+pub(super) fn complete_document(request: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
+    if is_anthropic(request) {
+        return anthropic_message(request, answer);
     }
     let calls: Vec<Value> = answer.calls.iter().map(tool_call_json).collect();
     let content = (!answer.text.is_empty()).then_some(&answer.text);
@@ -21,7 +21,7 @@ pub(super) fn complete_document(asked: &RecordedRequest, answer: &ScriptedAnswer
     }
     json!({
         "id": "chatcmpl-scripted", "object": "chat.completion", "created": 1_700_000_000,
-        "model": asked.body["model"],
+        "model": request.body["model"],
         "choices": [{ "index": 0, "message": message, "logprobs": null,
             "finish_reason": finish_reason(answer) }],
         "usage": usage(answer),
@@ -29,14 +29,14 @@ pub(super) fn complete_document(asked: &RecordedRequest, answer: &ScriptedAnswer
 }
 
 /// Returns the events of a stream, each in its wire format.
-pub(super) fn events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
-    if is_anthropic(asked) {
-        return anthropic_events(asked, answer);
+pub(super) fn events(request: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
+    if is_anthropic(request) {
+        return anthropic_events(request, answer);
     }
     let chunk = |choices: Value, usage: Value| {
         let chunk = json!({
             "id": "chatcmpl-scripted", "object": "chat.completion.chunk",
-            "created": 1_700_000_000, "model": asked.body["model"],
+            "created": 1_700_000_000, "model": request.body["model"],
             "choices": choices, "usage": usage,
         });
         format!("data: {chunk}\n\n")
@@ -61,7 +61,7 @@ pub(super) fn events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<St
         }
     }
     events.push(delta(json!({}), finish_reason(answer)));
-    if asked.body["stream_options"]["include_usage"] == true {
+    if request.body["stream_options"]["include_usage"] == true {
         events.push(chunk(json!([]), usage(answer)));
     }
     events.push("data: [DONE]\n\n".to_owned());
@@ -73,8 +73,8 @@ fn tool_call_json((id, name, arguments): &(String, String, String)) -> Value {
 }
 
 fn finish_reason(answer: &ScriptedAnswer) -> Value {
-    let usual = if answer.calls.is_empty() { "stop" } else { "tool_calls" };
-    answer.finish.unwrap_or(usual).into()
+    let default_reason = if answer.calls.is_empty() { "stop" } else { "tool_calls" };
+    answer.finish.unwrap_or(default_reason).into()
 }
 
 fn usage(answer: &ScriptedAnswer) -> Value {
@@ -90,11 +90,11 @@ fn split_text(text: &str, size: usize) -> Vec<String> {
 }
 
 fn stop_reason(answer: &ScriptedAnswer) -> Value {
-    let usual = if answer.calls.is_empty() { "end_turn" } else { "tool_use" };
-    answer.finish.unwrap_or(usual).into()
+    let default_reason = if answer.calls.is_empty() { "end_turn" } else { "tool_use" };
+    answer.finish.unwrap_or(default_reason).into()
 }
 
-fn anthropic_message(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
+fn anthropic_message(request: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
     let mut content = Vec::new();
     if !answer.text.is_empty() {
         content.push(json!({ "type": "text", "text": answer.text }));
@@ -105,20 +105,20 @@ fn anthropic_message(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Value 
     }
     json!({
         "id": "msg_scripted", "type": "message", "role": "assistant",
-        "model": asked.body["model"], "content": content,
+        "model": request.body["model"], "content": content,
         "stop_reason": stop_reason(answer), "stop_sequence": null,
         "usage": { "input_tokens": answer.usage.0, "output_tokens": answer.usage.1 },
     })
 }
 
-fn anthropic_events(asked: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
+fn anthropic_events(request: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
     let event = |event: Value| {
         let kind = event["type"].as_str().unwrap_or_default().to_owned();
         format!("event: {kind}\ndata: {event}\n\n")
     };
     let message = json!({
         "id": "msg_scripted", "type": "message", "role": "assistant", "content": [],
-        "model": asked.body["model"], "stop_reason": null, "stop_sequence": null,
+        "model": request.body["model"], "stop_reason": null, "stop_sequence": null,
         "usage": { "input_tokens": answer.usage.0, "output_tokens": 1 },
     });
     let mut events = vec![

@@ -20,6 +20,7 @@ use crate::calls::dependents::set_predecessor;
 use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
 use crate::calls::observer::AttemptEnd;
 use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation, limit_error};
+use crate::calls::rejoin::{PendingDelivery, request_digest};
 use crate::calls::request::{
     CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
 };
@@ -39,7 +40,6 @@ use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::AccessRequest;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
-use crate::rejoin::{PendingDelivery, request_digest};
 
 /// Callback that receives a call which finished before its commit.
 pub(crate) type OnFinished = Box<dyn FnOnce(&Arc<Call>) + Send>;
@@ -223,8 +223,8 @@ impl Calls {
         tool: &Arc<Compiled>,
     ) {
         let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
-        let others = names.filter_map(|name| catalog.find(&caller.project, name));
-        for entry in std::iter::once(tool.clone()).chain(others) {
+        let fallbacks = names.filter_map(|name| catalog.find(&caller.project, name));
+        for entry in std::iter::once(tool.clone()).chain(fallbacks) {
             // The usual case takes no time and no memory.
             if !entry.input_schema.is_ready() {
                 Box::pin(entry.prepare_input()).await;
@@ -245,9 +245,9 @@ impl Calls {
         let definition = &tool.definition;
         let policy = self.resolve_policy(&caller.project, tool);
         // The operator's timeout for this tool takes precedence over the definition's.
-        let over = self.core.policies.tools.get(&definition.name);
-        let over_ms = over.and_then(|over| over.policy.default_timeout_ms);
-        let timeout_ms = request.timeout_ms.or(over_ms).unwrap_or(definition.timeout_ms);
+        let tool_override = self.core.policies.tools.get(&definition.name);
+        let override_ms = tool_override.and_then(|tool| tool.policy.default_timeout_ms);
+        let timeout_ms = request.timeout_ms.or(override_ms).unwrap_or(definition.timeout_ms);
         let target = self.dispatcher.build_target(tool, request.args.clone());
         let mut call = Call {
             id: self.core.id_generator.next_call_id(now_ms),
@@ -285,6 +285,7 @@ impl Calls {
                 .map(|answers| Box::new(Elicitation { answers, ..Elicitation::default() })),
             approval: None,
             failed_attempt: None,
+            lost_attempts: 0,
             node: None,
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
@@ -310,9 +311,9 @@ impl Calls {
             policy = policy.with_patch(patch);
         }
         policy = policy.with_patch(&tool.definition.policy);
-        if let Some(over) = self.core.policies.tools.get(&tool.definition.name) {
+        if let Some(tool_override) = self.core.policies.tools.get(&tool.definition.name) {
             let tool_limit = policy.max_parallel;
-            policy = policy.with_patch(&over.policy);
+            policy = policy.with_patch(&tool_override.policy);
             policy.max_parallel = policy.max_parallel.or(tool_limit);
         }
         policy
@@ -472,7 +473,9 @@ impl Calls {
         admission: Admission<'_>,
     ) -> Ticket {
         let (before, attempt_end) = match &mut follows {
-            PostCommit::ApplyFinished { before, over, .. } => (before.take(), over.take()),
+            PostCommit::ApplyFinished { before, attempt_end, .. } => {
+                (before.take(), attempt_end.take())
+            }
             _ => (None, None),
         };
         let (before, at_ms) = (before.as_deref(), self.core.wall_ms());
@@ -515,19 +518,19 @@ impl Calls {
     fn apply_finished_speculation(
         &self,
         call: Arc<Call>,
-        done: SpeculationResult,
+        speculation: SpeculationResult,
         action: Option<Action>,
         records: &mut Vec<EventRecord>,
     ) -> (Arc<Call>, PostCommit) {
         // The observer needs the state before the attempt, which costs a copy.
         let before = self.dispatcher.is_sampled(&call).then(|| call.clone());
-        match self.dispatcher.apply_speculation(Arc::unwrap_or_clone(call), done) {
-            Ok(Transition { call, records: more, actions, .. }) => {
-                let over = before.as_ref();
-                let over = over
-                    .and_then(|before| self.dispatcher.detect_attempt_end(before, &call, &more));
-                records.extend(more);
-                (Arc::new(call), PostCommit::ApplyFinished { actions, before, over })
+        match self.dispatcher.apply_speculation(Arc::unwrap_or_clone(call), speculation) {
+            Ok(Transition { call, records: new_records, actions, .. }) => {
+                let attempt_end = before.as_ref().and_then(|before| {
+                    self.dispatcher.detect_attempt_end(before, &call, &new_records)
+                });
+                records.extend(new_records);
+                (Arc::new(call), PostCommit::ApplyFinished { actions, before, attempt_end })
             }
             Err(unchanged) => (Arc::from(unchanged), PostCommit::Start(action)),
         }
@@ -535,7 +538,7 @@ impl Calls {
 
     /// Returns the call made earlier under this key, even if the request would be refused now
     /// because capacity is exhausted or the tool has changed. A caller that repeats a request wants
-    /// to know its outcome. Without such a call, returns the error `why`.
+    /// to know its outcome. Without such a call, returns `error`.
     async fn replay_or(
         &self,
         project: &str,
@@ -599,7 +602,11 @@ enum PostCommit {
     /// Continue the first attempt, which is running.
     ContinueSpeculation(RunningSpeculation),
     /// Perform the actions that follow from the first attempt, which has finished.
-    ApplyFinished { actions: Vec<Action>, before: Option<Arc<Call>>, over: Option<AttemptEnd> },
+    ApplyFinished {
+        actions: Vec<Action>,
+        before: Option<Arc<Call>>,
+        attempt_end: Option<AttemptEnd>,
+    },
 }
 
 /// Claims a new call that has a slot, so that one commit both creates and claims it.

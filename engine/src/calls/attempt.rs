@@ -1,4 +1,5 @@
-//! Starts an attempt at its source and handles its result.
+//! Starts an attempt at its source, with the command that a tool service or an HTTP API receives
+//! for it, and handles its result.
 
 use std::sync::Arc;
 
@@ -6,10 +7,13 @@ use crate::calls::Dispatcher;
 use crate::domain::call::Call;
 use crate::domain::call::elicitation::ElicitationRequest;
 use crate::domain::fault::{Code, Fault};
-use crate::engine_metrics;
+use crate::domain::json::Json;
+use crate::domain::tool::Executor;
+use crate::domain::{derived, utp};
 use crate::lifecycle::Event;
 use crate::lifecycle::time_limits::connect_deadline;
-use crate::ports::source::{Attempt, AttemptProgress, ProgressSink, StartResult};
+use crate::ports::engine_metrics;
+use crate::ports::source::{Attempt, AttemptProgress, ProgressSink, StartResult, ToolCommand};
 
 impl Dispatcher {
     /// Starts the attempt that the call's state has in flight. It runs in a separate task, and
@@ -104,14 +108,10 @@ impl Dispatcher {
         self.advance_with_retry(&call.project, &call.id, event).await;
     }
 
-    async fn report_attempt(
-        self: &Arc<Self>,
-        call: &Call,
-        result: Result<crate::domain::json::Json, Fault>,
-    ) {
+    async fn report_attempt(self: &Arc<Self>, call: &Call, result: Result<Json, Fault>) {
         // An attempt that was stopped has nothing to report: its call has ended, or its time.
-        let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
-        if stopped && !self.is_attempt_in_flight(call) {
+        let was_canceled = matches!(&result, Err(fault) if fault.code == Code::Canceled);
+        if was_canceled && !self.is_attempt_in_flight(call) {
             return;
         }
         self.prepare_output_schema(call).await;
@@ -167,6 +167,43 @@ impl Dispatcher {
             acknowledged_by: call.acknowledged_by.clone(),
             redelivered: again,
             elicitation: call.elicitation.clone(),
+        }
+    }
+
+    /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
+    async fn build_command(&self, call: &Arc<Call>) -> Result<ToolCommand, Fault> {
+        let loaded_binding = self.registry.load_binding(call).await.map_err(|error| {
+            let message = format!("cannot read the tool definition: {error}");
+            Fault::new(Code::UpstreamUnavailable, message).without_side_effect()
+        })?;
+        let Some(binding) = loaded_binding else {
+            let message = format!("the definition of {} no longer exists", call.target.tool);
+            return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
+        };
+        let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
+        let attempt_traceparent = self.attempt_traceparent(call).map(|span| span.to_string());
+        let traceparent = attempt_traceparent.unwrap_or_else(|| derived::call_traceparent(call));
+        let (route, call) = (utp::Route::for_call(call), call.clone());
+        Ok(ToolCommand { call, route, binding, card_id, traceparent })
+    }
+
+    /// Writes the command's card to the shared tables, where the tool service may read it, before
+    /// the command is sent.
+    async fn publish_command_card(
+        &self,
+        call: &Call,
+        command: ToolCommand,
+    ) -> Result<ToolCommand, Fault> {
+        let shared =
+            self.core.store.utp().shared_tables().filter(|_| call.target.executor == Executor::UTP);
+        let Some(shared) = shared else { return Ok(command) };
+        let card = derived::call_card(call, Some(&command.binding));
+        match shared.write_command(card, &command.route, &command.traceparent).await {
+            Ok(()) => Ok(command),
+            Err(error) => {
+                let message = format!("cannot store the card of the command: {error}");
+                Err(Fault::new(Code::UpstreamUnavailable, message).without_side_effect())
+            }
         }
     }
 }

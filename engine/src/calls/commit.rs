@@ -16,10 +16,10 @@ use crate::domain::call::{Call, Hold};
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::engine_metrics;
 use crate::lifecycle::{self, Action, Event, Refusal};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 use crate::ports::store::{EventScope, SaveResult};
 
 /// Maximum number of late reports stored for one call.
@@ -77,7 +77,7 @@ impl Dispatcher {
     ) -> Result<AdvanceOutcome, Error> {
         let found = self.find_open_or_stored(project, id).await?;
         let entry = found.ok_or_else(|| call_not_found(id))?;
-        let _one_at_a_time = entry.decision_lock.lock().await;
+        let _decision_guard = entry.decision_lock.lock().await;
         loop {
             let wall_offset_ms = self.core.clock.wall_offset_ms();
             let before = entry.call_by_offset(wall_offset_ms);
@@ -154,27 +154,27 @@ impl Dispatcher {
     }
 
     /// Calls `advance` until the store accepts the event. For events that happened in this process
-    /// and must not be lost while the store is unavailable.
+    /// and must not be lost while the store is unavailable. Returns true if the event was applied.
     pub(crate) async fn advance_with_retry(
         self: &Arc<Self>,
         project: &str,
         id: &CallId,
         event: Event,
-    ) {
+    ) -> bool {
         let mut wait = Duration::from_millis(50);
         loop {
             match self.advance(project, id, event.clone()).await {
-                Ok(_) => return,
+                Ok(outcome) => return matches!(outcome, AdvanceOutcome::Committed(_)),
                 Err(Error::Refused { fault, .. })
                     if !matches!(fault.code, Code::Overloaded | Code::OutcomeUnknown) =>
                 {
-                    return;
+                    return false;
                 }
                 Err(error) => tracing::warn!(call = %id, %error, "event not committed; will retry"),
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => wait = (wait * 2).min(Duration::from_secs(2)),
-                () = self.core.shutdown.cancelled() => return,
+                () = self.core.shutdown.cancelled() => return false,
             }
         }
     }
@@ -226,11 +226,11 @@ impl Dispatcher {
         kind: EventKind,
     ) -> Result<usize, Error> {
         let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
-        let others = self.core.limits.max_progress_events as usize + 1_000;
+        let other_events = self.core.limits.max_progress_events as usize + 1_000;
         let events = self
             .core
             .store
-            .events(scope, 0, MAX_LATE_EVENTS + others)
+            .events(scope, 0, MAX_LATE_EVENTS + other_events)
             .await
             .map_err(from_store_error)?;
         Ok(events.iter().filter(|event| event.record.kind == kind).count())
@@ -238,8 +238,8 @@ impl Dispatcher {
 
     /// Releases the slot of an attempt that is no longer in flight, and lets its source forget it.
     fn release_attempt(&self, entry: &OpenCall, before: &Call, after: &Call, actions: &[Action]) {
-        let over = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
-        if !over {
+        let has_ended = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
+        if !has_ended {
             if after.status.is_terminal() {
                 self.limiter.dequeue(&after.id);
             }
@@ -262,12 +262,7 @@ impl Dispatcher {
     }
 
     /// Performs the actions of a committed transition.
-    pub(crate) fn perform_actions(
-        self: &Arc<Self>,
-        entry: &OpenCall,
-        call: &Arc<Call>,
-        actions: &[Action],
-    ) {
+    fn perform_actions(self: &Arc<Self>, entry: &OpenCall, call: &Arc<Call>, actions: &[Action]) {
         for action in actions {
             match action {
                 Action::Start => self.start_attempt(call, false),
@@ -317,9 +312,12 @@ impl Dispatcher {
         if others.is_empty() {
             return;
         }
-        tracing::warn!(calls = others.len(), "the system time was changed; open calls follow it");
+        tracing::warn!(
+            calls = others.len(),
+            "the system time was changed; the deadlines of open calls are adjusted"
+        );
         let saving = others.iter().map(async |entry| {
-            let _one_at_a_time = entry.decision_lock.lock().await;
+            let _decision_guard = entry.decision_lock.lock().await;
             let mut next = Call::clone(&entry.call_by_offset(wall_offset_ms));
             if next.status.is_terminal() || entry.wall_offset_ms() == wall_offset_ms {
                 return;
@@ -330,7 +328,7 @@ impl Dispatcher {
                 Ok(SaveResult::Saved) => entry.set_committed(next, wall_offset_ms),
                 Ok(SaveResult::Conflict) => {}
                 Err(error) => {
-                    tracing::warn!(call = %next.id, %error, "a new deadline is not stored");
+                    tracing::warn!(call = %next.id, %error, "cannot store a new deadline");
                 }
             }
         });
@@ -344,7 +342,7 @@ impl Dispatcher {
     }
 
     /// Wakes everything that follows the call's run or project.
-    pub(crate) fn wake_run_and_project(&self, call: &Call) {
+    fn wake_run_and_project(&self, call: &Call) {
         if !self.core.bus.has_broad_listeners() {
             return;
         }

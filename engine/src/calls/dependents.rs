@@ -13,8 +13,8 @@ use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
 use crate::domain::call::{Call, CallMetrics, Hold, Outcome, Status};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
-use crate::engine_metrics;
 use crate::lifecycle::Event;
+use crate::ports::engine_metrics;
 
 /// Delay before another read of an unavailable store.
 const STORE_RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -105,7 +105,8 @@ impl Dispatcher {
     async fn continue_dependent(self: &Arc<Self>, project: &str, id: &CallId, before: &CallId) {
         let Some(entry) = self.open_calls.get(id) else { return };
         if entry.call().replaced_by() != Some(before) {
-            return self.advance_with_retry(project, id, Event::PredecessorEnded).await;
+            self.advance_with_retry(project, id, Event::PredecessorEnded).await;
+            return;
         }
         let event = match self.find_replacement(project, before).await {
             Some(call) if !call.status.is_terminal() => {

@@ -41,8 +41,9 @@ impl SlotMembers {
     }
 }
 
-/// The limits that an attempt counts against. Every call has one and clones it several times, hence
-/// the `Arc`.
+/// The counters that the slot of an attempt increments: those of its tool and of the members with a
+/// limit, and if it is shared also those of its project and the engine. Every call clones its scope
+/// several times, hence the `Arc`.
 #[derive(Debug, Clone)]
 pub(crate) struct SlotScope {
     pub queue: Arc<QueueKey>,
@@ -61,7 +62,8 @@ impl SlotScope {
 /// Identifies a queue: its project and tool, and the members with a limit.
 type QueueId = (Arc<QueueKey>, Option<Arc<SlotMembers>>);
 
-/// The limits that apply to a slot scope.
+/// Maximum numbers of slots in use of the engine, a project, a tool and the members. `None` means no
+/// limit.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ConcurrencyCaps {
     pub global: Option<u32>,
@@ -122,14 +124,15 @@ impl Drop for Slot {
 
 impl LimiterState {
     fn has_capacity(&self, scope: &SlotScope, caps: &ConcurrencyCaps) -> bool {
-        let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
+        let is_below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
         // Most tools and projects have no limit, which saves the lookup.
-        let tool =
+        let has_tool_slot =
             caps.tool.is_none_or(|cap| !self.is_recovering && self.tools.get(&scope.queue) < cap);
-        let project =
+        let has_project_slot =
             || caps.project.is_none_or(|cap| self.projects.get(&scope.queue.project) < cap);
-        tool && self.members_have_capacity(scope, caps)
-            && (!scope.is_shared || below(self.global, caps.global) && project())
+        has_tool_slot
+            && self.members_have_capacity(scope, caps)
+            && (!scope.is_shared || is_below(self.global, caps.global) && has_project_slot())
     }
 
     fn members_have_capacity(&self, scope: &SlotScope, caps: &ConcurrencyCaps) -> bool {
@@ -178,11 +181,11 @@ impl Slot {
 
 impl LimiterState {
     fn remove_at(&mut self, queue: &QueueId, position: u64) -> Option<QueuedCall> {
-        let waiting = self.queues.get_mut(queue)?.remove(&position);
+        let queued_call = self.queues.get_mut(queue)?.remove(&position);
         if self.queues.get(queue).is_some_and(BTreeMap::is_empty) {
             self.queues.remove(queue);
         }
-        waiting
+        queued_call
     }
 }
 
@@ -291,28 +294,29 @@ impl ConcurrencyLimiter {
     /// tool if it still exists.
     pub(crate) fn pop_ready(
         self: &Arc<Self>,
-        now: impl Fn(&SlotScope) -> Option<ConcurrencyCaps>,
+        current_caps: impl Fn(&SlotScope) -> Option<ConcurrencyCaps>,
     ) -> Option<(CallId, Slot)> {
         let mut state = self.state.lock();
-        let after = state.last_served.clone();
+        let last_served = state.last_served.clone();
         let fits = |state: &LimiterState, key: &QueueId| {
             let head = state.queues.get(key).and_then(BTreeMap::first_key_value);
             head.is_some_and(|(_, head)| {
-                state.has_capacity(&head.scope, &now(&head.scope).unwrap_or(head.caps))
+                state.has_capacity(&head.scope, &current_caps(&head.scope).unwrap_or(head.caps))
             })
         };
         let mut keys = state.queues.keys();
-        let later = keys.find(|key| after.as_ref().is_none_or(|a| *key > a) && fits(&state, key));
+        let next_key = keys
+            .find(|key| last_served.as_ref().is_none_or(|last| *key > last) && fits(&state, key));
         let chosen =
-            later.or_else(|| state.queues.keys().find(|key| fits(&state, key))).cloned()?;
-        let (at, _) = state.queues.get(&chosen)?.first_key_value()?;
-        let at = *at;
-        let waiting = state.remove_at(&chosen, at)?;
-        state.positions.remove(&waiting.call_id);
-        state.acquire(&waiting.scope);
+            next_key.or_else(|| state.queues.keys().find(|key| fits(&state, key))).cloned()?;
+        let (position, _) = state.queues.get(&chosen)?.first_key_value()?;
+        let position = *position;
+        let queued_call = state.remove_at(&chosen, position)?;
+        state.positions.remove(&queued_call.call_id);
+        state.acquire(&queued_call.scope);
         state.last_served = Some(chosen);
         drop(state);
-        Some((waiting.call_id, Slot { limiter: self.clone(), scope: waiting.scope }))
+        Some((queued_call.call_id, Slot { limiter: self.clone(), scope: queued_call.scope }))
     }
 
     /// Waits until a slot may be free or a call was queued.

@@ -60,10 +60,10 @@ impl Dispatcher {
         if let Some(outcome) = &after.outcome {
             return Some(AttemptEnd { fault_code: outcome.error.as_ref().map(|fault| fault.code) });
         }
-        let again = |record: &&EventRecord| {
+        let is_repetition = |record: &&EventRecord| {
             matches!(record.kind, EventKind::Retrying | EventKind::Fallback)
         };
-        let record = records.iter().rev().find(again);
+        let record = records.iter().rev().find(is_repetition);
         let code =
             record.and_then(|record| record.data.get("code")?.as_str()).and_then(Code::parse);
         Some(AttemptEnd { fault_code: Some(code.unwrap_or(Code::RuntimeError)) })
@@ -85,9 +85,9 @@ impl Dispatcher {
         }
         let ids = SpanIds::for_call(after);
         let attempt = attempt.filter(|_| observer.is_sampled(&ids));
-        if let (Some(over), Some(before)) = (attempt, before) {
+        if let (Some(attempt_end), Some(before)) = (attempt, before) {
             let taken_by = before.acknowledged_by.as_deref().or(after.acknowledged_by.as_deref());
-            let failed = over.fault_code;
+            let failed = attempt_end.fault_code;
             let (call, ended_ms) = (before, now_ms);
             observer.attempt_ended(&EndedAttempt { ids, call, taken_by, ended_ms, failed });
         }

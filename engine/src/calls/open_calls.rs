@@ -349,8 +349,8 @@ impl OpenCalls {
         let mut counts = states.map(|state| (state, 0));
         let state = self.state.lock();
         for entry in state.calls.values() {
-            let doing = entry.call().hold.map_or("running", Hold::as_str);
-            for (_, count) in counts.iter_mut().filter(|(name, _)| *name == doing) {
+            let state_name = entry.call().hold.map_or("running", Hold::as_str);
+            for (_, count) in counts.iter_mut().filter(|(name, _)| *name == state_name) {
                 *count += 1;
             }
         }

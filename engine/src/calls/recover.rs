@@ -15,8 +15,9 @@ use crate::domain::fault::Error;
 use crate::lifecycle::Event;
 use crate::ports::core::from_store_error;
 
-/// Number of calls read, and number decided concurrently, at a time.
+/// Number of calls read from the store at a time.
 const PAGE_SIZE: usize = 1_000;
+/// Maximum number of calls whose recovery is decided concurrently.
 const MAX_CONCURRENT: usize = 128;
 
 impl Calls {
@@ -24,13 +25,14 @@ impl Calls {
     pub async fn recover(self: &Arc<Self>) -> Result<usize, Error> {
         // All are loaded before any continues, so that attempts still in flight elsewhere get their
         // slots before a new call can take them.
-        let found = self.find_orphaned_calls().await?;
-        let adopted: Vec<_> = found.into_iter().filter_map(|call| self.adopt_call(call)).collect();
+        let orphaned = self.find_orphaned_calls().await?;
+        let adopted: Vec<_> =
+            orphaned.into_iter().filter_map(|call| self.adopt_call(call)).collect();
         self.dispatcher.limiter.end_recovery();
         self.dispatcher.is_recovering.store(false, Ordering::Release);
         let count = adopted.len();
-        let lost = futures::stream::iter(adopted);
-        lost.for_each_concurrent(MAX_CONCURRENT, |entry| self.report_owner_lost(entry)).await;
+        let adopted = futures::stream::iter(adopted);
+        adopted.for_each_concurrent(MAX_CONCURRENT, |entry| self.report_owner_lost(entry)).await;
         self.dispatcher.recovered.store(true, Ordering::Release);
         if count > 0 {
             metrics::counter!("toolcrib_reconciled_calls_total").increment(count as u64);
@@ -43,15 +45,16 @@ impl Calls {
 impl Calls {
     /// Finds the open calls of other processes.
     async fn find_orphaned_calls(&self) -> Result<Vec<Arc<Call>>, Error> {
-        let (mut after, mut found) = (0, Vec::new());
+        let (mut after, mut orphaned) = (0, Vec::new());
         loop {
             let page =
                 self.core.store.open_calls(after, PAGE_SIZE).await.map_err(from_store_error)?;
-            let Some(last) = page.last() else { return Ok(found) };
+            let Some(last) = page.last() else { return Ok(orphaned) };
             after = last.position;
             let this_node = Some(self.core.node.as_str());
-            let others = page.into_iter().filter(|listed| listed.call.node.as_deref() != this_node);
-            found.extend(others.map(|listed| Arc::new(listed.call)));
+            let foreign =
+                page.into_iter().filter(|listed| listed.call.node.as_deref() != this_node);
+            orphaned.extend(foreign.map(|listed| Arc::new(listed.call)));
         }
     }
 
@@ -65,19 +68,19 @@ impl Calls {
     }
 
     async fn report_owner_lost(self: &Arc<Self>, entry: Arc<OpenCall>) {
-        let found = entry.call();
+        let before = entry.call();
         // The rules and switches may have changed while no process was running.
         if !self.dispatcher.end_if_switched_off(&entry).await
-            && !self.dispatcher.stop_if_not_allowed(&found).await
+            && !self.dispatcher.stop_if_not_allowed(&before).await
         {
-            let lost = Event::OwnerLost { node: self.core.node.clone() };
-            self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;
+            let event = Event::OwnerLost { node: self.core.node.clone() };
+            self.dispatcher.advance_with_retry(&before.project, &before.id, event).await;
         }
         // The call may have ended between the scan and its adoption.
-        let now = entry.call();
-        if now.status.is_terminal() {
+        let after = entry.call();
+        if after.status.is_terminal() {
             let wall_offset_ms = entry.wall_offset_ms();
-            self.dispatcher.open_calls.apply_transition(&found, &now, wall_offset_ms);
+            self.dispatcher.open_calls.apply_transition(&before, &after, wall_offset_ms);
             entry.release_slot();
         }
     }

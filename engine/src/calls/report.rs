@@ -45,6 +45,9 @@ impl Calls {
         attempt: Option<u32>,
     ) -> Result<Arc<Call>, Error> {
         let call = self.dispatcher.find_reportable_call(caller, id, Some(client_id)).await?;
+        // Between the rule's change and this acknowledgement, the reconciler of revocations may not
+        // have reached the call.
+        self.dispatcher.stop_if_not_allowed(&call).await;
         let named = attempt;
         let attempt = attempt.unwrap_or(call.attempt);
         // A client that was given another client's acknowledged request takes its place.
@@ -135,7 +138,7 @@ impl Calls {
     ) -> Result<Arc<Call>, Error> {
         if !caller.may_invoke() {
             let message =
-                format!("a key with the role {} cannot answer what a tool asks", caller.roles);
+                format!("a key with the role {} cannot answer elicitations", caller.roles);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         elicitation::check_answers_size(&answers)?;
@@ -326,12 +329,12 @@ impl Dispatcher {
         progress: AttemptProgress,
     ) -> Result<(), Error> {
         let entry = self.open_calls.get(id).ok_or_else(|| {
-            let message = format!("call \"{id}\" has ended; its progress is not kept");
+            let message = format!("call \"{id}\" has ended; its progress is not stored");
             Error::refused(Code::Conflict, message)
         })?;
         let call = entry.call();
         if !call.has_attempt_in_flight() || call.attempt != attempt {
-            let message = format!("attempt {attempt} of call \"{id}\" is not out");
+            let message = format!("attempt {attempt} of call \"{id}\" is not in flight");
             return Err(Error::refused(Code::Conflict, message));
         }
         // Excess progress is not an error; events beyond the limit are not stored.
@@ -380,7 +383,7 @@ pub(crate) fn require_accepted(
     let (reason, message) = match (refusal, other) {
         (Refusal::NotApplicable | Refusal::Duplicate, _) => {
             let waits = describe_state(&call);
-            ("not_expected", format!("call \"{id}\" does not wait for that: it {waits}"))
+            ("not_expected", format!("call \"{id}\" does not expect this: it {waits}"))
         }
         (Refusal::AlreadyEnded(_), _) => {
             let why = end.map_or_else(String::new, |fault| format!(": {}", fault.message));
@@ -399,7 +402,7 @@ pub(crate) fn require_accepted(
         }
         (Refusal::WrongAttempt(_), None) => {
             let by = call.acknowledged_by.as_deref().unwrap_or_default();
-            ("already_taken", format!("call \"{id}\" was taken by client \"{by}\" before"))
+            ("already_taken", format!("call \"{id}\" was already acknowledged by client \"{by}\""))
         }
     };
     let detail = json!({

@@ -8,7 +8,6 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::calls::Calls;
-use crate::calls::target::check_pinned_client;
 use crate::domain::call::{Call, elicitation};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -241,6 +240,33 @@ fn check_retry(tool: &Compiled, traits: SourceTraits, retry: Option<u32>) -> Res
     );
     let fault = Fault::new(Code::ValidationError, message).without_side_effect();
     Err(fault.with_detail(json!({ "pointer": "/retry" })).into())
+}
+
+/// Checks that the client that a call is pinned to offers the tool.
+fn check_pinned_client(
+    catalog: &Catalog,
+    caller: &Caller,
+    tool: &Compiled,
+    client_id: Option<&str>,
+) -> Result<(), Error> {
+    let Some(client_id) = client_id else { return Ok(()) };
+    if can_execute(catalog, &caller.project, tool, Some(client_id)) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
+}
+
+/// Returns true if the call is not pinned to a client, or that client offers this tool.
+pub(crate) fn can_execute(
+    catalog: &Catalog,
+    project: &str,
+    tool: &Compiled,
+    client_id: Option<&str>,
+) -> bool {
+    let offered_by = || catalog.offered_by(project, &tool.definition.name);
+    client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
 }
 
 impl Calls {

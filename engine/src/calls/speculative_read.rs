@@ -15,8 +15,8 @@ use crate::calls::Dispatcher;
 use crate::domain::call::Call;
 use crate::domain::event::EventRecord;
 use crate::domain::tool::Effect;
-use crate::engine_metrics;
 use crate::lifecycle::{self, Event, Transition};
+use crate::ports::engine_metrics;
 use crate::ports::source::{AttemptProgress, ProgressSink, StartResult};
 
 /// State of a read-only attempt before its call is committed.
@@ -80,17 +80,17 @@ impl Dispatcher {
     pub(crate) fn apply_speculation(
         &self,
         call: Call,
-        done: SpeculationResult,
+        speculation: SpeculationResult,
     ) -> Result<Transition, Box<Call>> {
-        let result = self.validate_result(&call, done.result);
+        let result = self.validate_result(&call, speculation.result);
         let (attempt, version, now_ms) = (call.attempt, call.version, self.core.clock.wall_ms());
         let event = Event::Report { attempt: Some(attempt), by: None, result };
         let mut step = match lifecycle::step_owned(call, &event, now_ms) {
             Ok(step) => step,
             Err(refused) => return Err(Box::new(refused.0)),
         };
-        if !done.progress.is_empty() {
-            let records = done.progress.into_iter();
+        if !speculation.progress.is_empty() {
+            let records = speculation.progress.into_iter();
             let records = records.map(|p| p.into_record(now_ms, attempt).with_task_ids(&step.call));
             let records: Vec<EventRecord> = records.collect();
             step.records.splice(0..0, records);

@@ -5,20 +5,20 @@ mod access_check;
 use std::borrow::Cow;
 use std::sync::{Arc, Weak};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, QueueKey, SlotMembers, SlotScope};
 use crate::calls::open_calls::OpenCall;
-use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
+use crate::calls::request::{ExecutedArguments, can_execute, fit_applied_arguments, fit_to_schema};
 use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
-use crate::domain::access_rules::{AccessDecision, RuleAction};
+use crate::domain::access_rules::RuleAction;
 use crate::domain::call::{Call, Target};
 use crate::domain::caller::Caller;
 use crate::domain::directory::usage_limits::{LimitKind, LimitMember, UsageLimitSet, stricter};
-use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
+use crate::lifecycle::Event;
 use crate::registry::AccessRequest;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
@@ -33,39 +33,40 @@ impl Dispatcher {
         args: &Value,
         call: &Call,
     ) -> Vec<Target> {
-        let alternates = self.fallbacks_of(tool);
+        let fallbacks = self.fallbacks_of(tool);
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
-        for alternate in alternates {
+        for fallback in fallbacks {
             // A fallback that needs an approval waits for it when its turn comes.
-            let allowed = catalog.may_call(caller, &alternate.tool);
-            let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
-            let Some(other) = found else { continue };
-            if is_switched_off(catalog, &caller.project, &other) {
+            let allowed = catalog.may_call(caller, &fallback.tool);
+            let found = catalog.find(&caller.project, &fallback.tool).filter(|_| allowed);
+            let Some(fallback_tool) = found else { continue };
+            if is_switched_off(catalog, &caller.project, &fallback_tool) {
                 continue;
             }
-            let by_client = other.definition.executor == Executor::CLIENT;
-            if by_client && !can_execute(catalog, &caller.project, &other, pinned) {
+            let by_client = fallback_tool.definition.executor == Executor::CLIENT;
+            if by_client && !can_execute(catalog, &caller.project, &fallback_tool, pinned) {
                 continue;
             }
-            let mapped = args::map_arguments(alternate.args.as_ref(), args);
+            let mapped = args::map_arguments(fallback.args.as_ref(), args);
             let max_bytes = self.core.limits.max_args_bytes;
-            let fitting = match &other.rules {
+            let fitted_args = match &fallback_tool.rules {
                 Some(rules) => {
                     let applied = rules.apply(&mapped, &args::TemplateVars::for_call(call));
-                    fit_applied_arguments(&other, &applied, max_bytes)
+                    fit_applied_arguments(&fallback_tool, &applied, max_bytes)
                 }
                 None => {
                     let args = Json::from_value(&mapped);
-                    let given = ExecutedArguments { args, value: Cow::Owned(mapped) };
-                    fit_to_schema(&other, given, &[], max_bytes)
+                    let mapped_args = ExecutedArguments { args, value: Cow::Owned(mapped) };
+                    fit_to_schema(&fallback_tool, mapped_args, &[], max_bytes)
                 }
             };
-            let Ok(args) = fitting else { continue };
+            let Ok(args) = fitted_args else { continue };
             let (args_known, run_id) = (Some(&args), Some(call.run_id.as_str()));
-            let request = AccessRequest { args: args_known, run_id, ..AccessRequest::of(&other) };
+            let request =
+                AccessRequest { args: args_known, run_id, ..AccessRequest::of(&fallback_tool) };
             if !catalog.authorize(caller, RuleAction::Invoke, &request).is_denied() {
-                targets.push(self.build_target(&other, args));
+                targets.push(self.build_target(&fallback_tool, args));
             }
         }
         targets
@@ -73,8 +74,9 @@ impl Dispatcher {
 
     /// Returns the fallback tools of a tool: those that the operator set, or its definition's.
     pub(crate) fn fallbacks_of<'a>(&'a self, tool: &'a Compiled) -> &'a [Fallback] {
-        let over = self.core.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
-        over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
+        let override_fallback =
+            self.core.policies.tools.get(&tool.definition.name).map(|tool| &tool.fallback);
+        override_fallback.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
     }
 
     /// Builds the target of a call to this tool.
@@ -219,32 +221,10 @@ impl DeliveryLimiter for ClientWorkLimiter {
     }
 }
 
-/// Checks that the client that a call is pinned to offers the tool.
-pub(crate) fn check_pinned_client(
-    catalog: &Catalog,
-    caller: &Caller,
-    tool: &Compiled,
-    client_id: Option<&str>,
-) -> Result<(), Error> {
-    let Some(client_id) = client_id else { return Ok(()) };
-    if can_execute(catalog, &caller.project, tool, Some(client_id)) {
-        return Ok(());
-    }
-    let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
-    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
-    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
-}
-
 fn is_switched_off(catalog: &Catalog, project: &str, tool: &Compiled) -> bool {
     let definition = &tool.definition;
     let switches = catalog.switches();
     switches.find_for_tool(project, &definition.name, definition.executor).is_some()
-}
-
-/// Returns true if the call is not pinned to a client, or that client offers this tool.
-fn can_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
-    let offered_by = || catalog.offered_by(project, &tool.definition.name);
-    client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
 }
 
 impl Dispatcher {
@@ -264,26 +244,5 @@ impl Dispatcher {
         metrics::counter!("toolcrib_switched_off_calls_total", "kind" => switch.kind.as_str())
             .increment(1);
         true
-    }
-
-    /// Audits the denial and returns it as the outcome of the call.
-    pub(super) async fn denial_fault(
-        &self,
-        caller: &Caller,
-        tool: &str,
-        decision: AccessDecision,
-    ) -> Fault {
-        match self.registry.enforce_decision(caller, tool, decision).await {
-            Err(Error::Refused { fault, .. }) if fault.code == Code::PermissionDenied => fault,
-            result => {
-                // The denial stands even if the store cannot write the audit log.
-                if let Err(error) = result {
-                    tracing::warn!(%error, "a denial was not audited");
-                }
-                let message =
-                    format!("agent \"{}\" may not call \"{tool}\" any more", caller.agent);
-                Fault::new(Code::PermissionDenied, message).without_side_effect()
-            }
-        }
     }
 }

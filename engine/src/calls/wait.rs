@@ -290,9 +290,9 @@ impl Calls {
         });
         let count = fits.count().min(limit);
         // A page that ended at the size limit may or may not be the last.
-        let more = listed.len() > count || filter.is_page_full(bytes);
+        let has_more = listed.len() > count || filter.is_page_full(bytes);
         listed.truncate(count);
-        let before = listed.last().filter(|_| more).map(|last| last.id.clone());
+        let before = listed.last().filter(|_| has_more).map(|last| last.id.clone());
         Ok(CallPage { calls: listed, next_before: before })
     }
 
@@ -384,9 +384,9 @@ impl Calls {
     /// Waits until the state in memory has caught up with the store. A call is stored a moment
     /// before its new state is visible; a caller that saw the stored state must not read an older
     /// one afterwards.
-    pub(crate) async fn wait_until_visible(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
+    pub(crate) async fn wait_until_visible(&self, id: &CallId, predicate: impl Fn(&Call) -> bool) {
         if let Some(entry) =
-            self.dispatcher.open_calls.get(id).filter(|entry| !is_so(&entry.call()))
+            self.dispatcher.open_calls.get(id).filter(|entry| !predicate(&entry.call()))
         {
             // The lock is held from before the commit until the new state is visible.
             drop(entry.decision_lock.lock().await);

@@ -63,8 +63,8 @@ impl Clients {
                 }
                 if self.client_queue.is_busy(project, client_id) {
                     let message = format!(
-                        "client \"{client_id}\" is connected or has requests in hand; close its \
-                         connections and answer them first"
+                        "client \"{client_id}\" is connected or holds unanswered requests; close \
+                         its connections and answer the requests first"
                     );
                     return Err(Error::refused(Code::Conflict, message));
                 }
@@ -81,7 +81,7 @@ impl Clients {
     /// leases.
     pub fn clients(&self, caller: &Caller) -> Result<Vec<ClientView>, Error> {
         if !caller.may_administer() {
-            let message = "only an admin's key can look at clients";
+            let message = "only an admin's key can list clients";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let project = &caller.project;

@@ -228,6 +228,8 @@ pub struct Call {
     pub approval: Option<Box<CallApproval>>,
     /// The last attempt whose reported failure led to another attempt.
     pub failed_attempt: Option<Box<FailedAttempt>>,
+    /// Number of attempts that ended with the process that ran them.
+    pub lost_attempts: u32,
     /// The process that executes the attempt or handed it to a remote executor.
     pub node: Option<String>,
     /// Time of acceptance, in Unix milliseconds.
@@ -317,7 +319,8 @@ impl Call {
 
     /// Returns true if the attempt continues when the process that started it is gone.
     pub fn survives_node_loss(&self) -> bool {
-        let handed = self.elicitation.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
+        let handed =
+            self.elicitation.as_ref().is_some_and(|elicitation| elicitation.handle.is_some());
         self.has_attempt_in_flight() && (self.target.traits.reports_later || handed)
     }
 

@@ -224,6 +224,12 @@ impl Caller {
         Self { project, agent, roles, auth_method, attributes: Arc::default() }
     }
 
+    /// Returns the caller with the id of the key or token that authenticated it.
+    pub fn with_credential(mut self, credential: Option<String>) -> Self {
+        Arc::make_mut(&mut self.attributes).credential = credential;
+        self
+    }
+
     /// Returns the bearer of the operator token as a caller.
     pub fn operator(project: impl Into<String>) -> Self {
         Self { agent: "operator".into(), ..Self::local(project) }

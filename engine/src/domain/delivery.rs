@@ -116,7 +116,7 @@ impl DeliveryResponse {
     fn error_message(&self) -> Option<String> {
         match &self.result {
             Ok(200..=299) => None,
-            Ok(410) => Some("answered 410: it wants no more of this".to_owned()),
+            Ok(410) => Some("the receiver returned 410 Gone".to_owned()),
             Ok(code @ 300..=399) => {
                 Some(format!("answered {code}: redirects are not followed, give the final URL"))
             }

@@ -40,8 +40,8 @@ pub fn trace_id_of(call: &Call) -> String {
 fn parse_or_derive_parent(call: &Call) -> TraceParent {
     // Parses as strictly as the code that derives the spans; otherwise the two would be in
     // different traces.
-    let asked = call.origin.traceparent.as_deref().and_then(|text| text.parse().ok());
-    asked.unwrap_or_else(|| SpanIds::for_call(call).call(true))
+    let requested = call.origin.traceparent.as_deref().and_then(|text| text.parse().ok());
+    requested.unwrap_or_else(|| SpanIds::for_call(call).call(true))
 }
 
 impl Route {

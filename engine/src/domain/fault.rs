@@ -82,8 +82,8 @@ const TABLE: [Row; 17] = [
         "bad_request",
         422,
         false,
-        "arguments or result do not fit the schema",
-        "correct what the message names; where there are several places, detail.problems lists them",
+        "the arguments or the result do not match the schema",
+        "correct the fields in the message; `detail.problems` lists all of them",
     ),
     row(
         Code::BadRequest,
@@ -92,7 +92,7 @@ const TABLE: [Row; 17] = [
         400,
         false,
         "the request cannot be read",
-        "the message names the place; send JSON as docs/http.md describes",
+        "the message names the position of the error; send JSON as docs/http.md describes",
     ),
     row(
         Code::ToolNotFound,
@@ -101,7 +101,7 @@ const TABLE: [Row; 17] = [
         404,
         false,
         "there is no such tool",
-        "GET /v1/tools lists what you may call; detail.nearest has similar names",
+        "GET /v1/tools lists the tools you may call; `detail.nearest` has similar names",
     ),
     row(
         Code::NotFound,
@@ -136,8 +136,8 @@ const TABLE: [Row; 17] = [
         "conflict",
         409,
         false,
-        "this contradicts what is already recorded",
-        "read what it already is in detail; repeating the same request cannot help",
+        "the request conflicts with the current state",
+        "`detail` has the current state; repeating the same request does not help",
     ),
     row(
         Code::IdempotencyMismatch,
@@ -155,7 +155,7 @@ const TABLE: [Row; 17] = [
         504,
         false,
         "the call's deadline passed",
-        "give a longer timeout_ms; check first whether the tool took effect",
+        "check whether the tool took effect, then retry with a longer `timeout_ms`",
     ),
     row(
         Code::UpstreamUnavailable,
@@ -164,7 +164,7 @@ const TABLE: [Row; 17] = [
         503,
         true,
         "the executor of the tool cannot be reached",
-        "try again later; the message says who did not answer",
+        "retry later; the message names the executor",
     ),
     row(
         Code::RuntimeError,
@@ -191,7 +191,7 @@ const TABLE: [Row; 17] = [
         409,
         false,
         "the call was canceled",
-        "call again if it is still wanted",
+        "call again if the result is still needed",
     ),
     row(
         Code::RateLimited,
@@ -200,7 +200,7 @@ const TABLE: [Row; 17] = [
         429,
         true,
         "too many calls for this tool or project",
-        "wait as long as Retry-After says",
+        "retry after `Retry-After` seconds",
     ),
     row(
         Code::Overloaded,
@@ -208,8 +208,8 @@ const TABLE: [Row; 17] = [
         "upstream_unavailable",
         503,
         true,
-        "the server cannot take more work now",
-        "wait as long as Retry-After says",
+        "the server cannot accept more work now",
+        "retry after `Retry-After` seconds",
     ),
     row(
         Code::PayloadTooLarge,
@@ -275,10 +275,10 @@ impl Code {
     pub fn parse(name: &str) -> Option<Code> {
         let by_name = TABLE.iter().find(|row| row.name == name);
         // One UTP code covers several of these: prefer the row of the same name, else the first.
-        let same =
+        let is_same =
             || TABLE.iter().find(|row| row.utp == name && row.name.eq_ignore_ascii_case(name));
         let by_utp_name = || TABLE.iter().find(|row| row.utp == name);
-        by_name.or_else(same).or_else(by_utp_name).map(|row| row.code)
+        by_name.or_else(is_same).or_else(by_utp_name).map(|row| row.code)
     }
 }
 

@@ -111,7 +111,7 @@ impl Executor {
     /// Returns the question to ask if no executor acknowledges a call.
     pub fn availability_question(self) -> &'static str {
         match self {
-            Self::UTP => "is its tool service running, and NATS there",
+            Self::UTP => "is its tool service running, and NATS reachable",
             _ => "is the client that offers it connected",
         }
     }
@@ -359,8 +359,8 @@ pub struct InvalidToolName(pub String);
 /// Checks a tool's name.
 pub fn check_tool_name(name: &str) -> Result<(), InvalidToolName> {
     let refused = || InvalidToolName(name.chars().take(80).collect());
-    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'/' | b'.');
-    let fits = !name.is_empty() && name.len() <= 128 && name.bytes().all(plain);
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'/' | b'.');
+    let fits = !name.is_empty() && name.len() <= 128 && name.bytes().all(is_allowed);
     let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
     if fits && begins && !name.contains("..") && !name.ends_with('.') {
         Ok(())
@@ -384,9 +384,9 @@ const MAX_UPSTREAM_NAME: usize = 40;
 
 /// Checks an upstream's name; its tools are named NAME.tool.
 pub fn check_upstream_name(name: &str) -> Result<(), String> {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
     let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
-    if begins && name.len() <= MAX_UPSTREAM_NAME && name.bytes().all(plain) {
+    if begins && name.len() <= MAX_UPSTREAM_NAME && name.bytes().all(is_allowed) {
         return Ok(());
     }
     let excerpt: String = name.chars().take(80).collect();

@@ -25,7 +25,7 @@ pub struct TraceParent {
 
 /// The error for a text that is not a `traceparent`; callers treat it like a missing one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a traceparent of W3C's trace context")]
+#[error("not a valid W3C traceparent")]
 pub struct InvalidTraceParent;
 
 impl TraceParent {

@@ -390,6 +390,6 @@ pub struct AgentEntry {
 
 /// Returns true if a text is a valid token of a subject.
 pub fn is_token(text: &str) -> bool {
-    let plain = |c: char| c.is_ascii_graphic() && !matches!(c, '.' | '*' | '>');
-    (1..=128).contains(&text.len()) && text.chars().all(plain)
+    let is_allowed = |c: char| c.is_ascii_graphic() && !matches!(c, '.' | '*' | '>');
+    (1..=128).contains(&text.len()) && text.chars().all(is_allowed)
 }

@@ -9,6 +9,7 @@ use tokio_util::task::TaskTracker;
 
 use super::Engine;
 use crate::approvals::Approvals;
+use crate::calls::rejoin::Rejoin;
 use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
@@ -18,9 +19,11 @@ use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::run::options::ModelRequestPolicy;
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
+use crate::maintenance;
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
 use crate::ports::core::{ApprovalSettings, Core, EngineLimits, ExecutionPolicies};
+use crate::ports::engine_metrics;
 use crate::ports::fn_tool::{BuiltinSource, Tool};
 use crate::ports::model::{ModelResolver, NoModels};
 use crate::ports::observer::Observer;
@@ -29,13 +32,11 @@ use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
 use crate::registry::{Admin, OperatorCredential, Registry};
-use crate::rejoin::Rejoin;
-use crate::runs::Runs;
 use crate::runs::read_result::{self, RunsHandle};
+use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
-use crate::{engine_metrics, maintenance};
 
 /// Collects the parts of an engine. Every part has a default that needs no external service.
 #[derive(Default)]
@@ -110,8 +111,8 @@ impl EngineBuilder {
 
     /// Sets the authenticator for callers without an API key. Every caller then needs a key or a
     /// token.
-    pub fn authenticator(mut self, recognise: Arc<dyn Authenticator>) -> Self {
-        self.authenticator = Some(recognise);
+    pub fn authenticator(mut self, authenticator: Arc<dyn Authenticator>) -> Self {
+        self.authenticator = Some(authenticator);
         self
     }
 
@@ -134,8 +135,8 @@ impl EngineBuilder {
     }
 
     /// Sets the default policy for model requests and their retries.
-    pub fn model_request_policy(mut self, asking: ModelRequestPolicy) -> Self {
-        self.model_request_policy = asking;
+    pub fn model_request_policy(mut self, policy: ModelRequestPolicy) -> Self {
+        self.model_request_policy = policy;
         self
     }
 
@@ -161,9 +162,9 @@ impl EngineBuilder {
     pub fn webhook_sender(
         mut self,
         notifier: Arc<dyn WebhookSender>,
-        notifying: DeliverySettings,
+        settings: DeliverySettings,
     ) -> Self {
-        (self.webhook_sender, self.webhook_settings) = (Some(notifier), notifying);
+        (self.webhook_sender, self.webhook_settings) = (Some(notifier), settings);
         self
     }
 
@@ -283,6 +284,7 @@ impl EngineBuilder {
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
             active_runs: Default::default(),
+            conversations: Conversations::new(&core, &registry, &calls),
         });
         client_queue
             .set_limiter(Arc::new(ClientWorkLimiter { dispatcher: Arc::downgrade(&dispatcher) }));
@@ -344,7 +346,7 @@ fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<
 /// Starts all reconcilers; they end when the engine shuts down.
 fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     let tasks = &engine.core.tasks;
-    tasks.spawn(maintenance::dispatch::run(engine.calls.clone()));
+    tasks.spawn(maintenance::claim_queued::run(engine.calls.clone()));
     tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));

@@ -43,9 +43,9 @@ pub(super) fn cancel(
     let because = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
     let may = match (under_way, call.target.effect) {
         (true, Effect::Irreversible) => {
-            "; it was under way and may have taken effect: a retry is not safe"
+            "; it was in flight and may have taken effect: a retry is not safe"
         }
-        (true, _) => "; it was under way and may have taken effect",
+        (true, _) => "; it was in flight and may have taken effect",
         (false, _) => "",
     };
     let fault = Fault::new(Code::Canceled, format!("canceled by {by}{because}{may}"));

@@ -202,6 +202,7 @@ fn queued_call(executor: Executor, effect: Effect) -> Call {
         elicitation: None,
         approval: None,
         failed_attempt: None,
+        lost_attempts: 0,
         node: None,
         created_ms: CREATED,
         deadline_ms: DEADLINE,
@@ -320,8 +321,8 @@ fn event_of(case: Case) -> (Event, u64) {
         Case::InputRequired => input_required(2),
         Case::InputRequiredOldAttempt => input_required(1),
         Case::AllAnswers => answers(&["name", "city"]),
-        Case::SomeAnswers => answers(&["city", "nobody asked"]),
-        Case::UnknownAnswers => answers(&["nobody asked"]),
+        Case::SomeAnswers => answers(&["city", "not asked"]),
+        Case::UnknownAnswers => answers(&["not asked"]),
         Case::PredecessorEnded => Event::PredecessorEnded,
         Case::PredecessorExtended => Event::PredecessorExtended { deadline_ms: DEADLINE },
         Case::ApprovalRequired => approvals::required("apr_2"),
@@ -687,7 +688,7 @@ fn a_fallback_is_used_only_without_a_side_effect() {
 fn answers_reach_the_next_attempt_and_questions_cost_no_retry() {
     let waiting = call_in(Executor::CLIENT, State::Input);
     assert_eq!((waiting.attempt, waiting.target_attempts), (2, 1));
-    let some = step(&waiting, &answers(&["city", "nobody asked"]), NOW).unwrap();
+    let some = step(&waiting, &answers(&["city", "not asked"]), NOW).unwrap();
     let elicitation = some.call.elicitation.as_ref().unwrap();
     assert_eq!(elicitation.unanswered.keys().collect::<Vec<_>>(), ["name"]);
     assert!(some.actions.is_empty());
@@ -729,5 +730,7 @@ fn timeout_messages_say_whether_it_may_have_happened() {
     assert!(message(&running_call(Effect::Irreversible)).contains("may have taken effect"));
     assert!(message(&running_call(Effect::Read)).contains("calling again is safe"));
     assert!(message(&call_in(Executor::CLIENT, State::Unacknowledged)).contains("connected?"));
-    assert!(message(&call_in(Executor::CLIENT, State::Queue)).contains("no place was free"));
+    assert!(
+        message(&call_in(Executor::CLIENT, State::Queue)).contains("no execution slot was free")
+    );
 }

@@ -156,7 +156,7 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
             call.target.tool
         ),
         (Status::Running, _, effect) => format!(
-            "{} did not answer within {allowed_ms} ms; it was under way and may have taken effect{}",
+            "{} did not answer within {allowed_ms} ms; it was in flight and may have taken effect{}",
             call.target.tool,
             if effect == Effect::Irreversible { ": a retry is not safe" } else { "" }
         ),
@@ -170,16 +170,19 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
             )
         }
         (_, Some(Hold::Input { .. }), _) => format!(
-            "{} asked for input, and no answer came within {} ms; nothing is executed any more",
+            "{} requested input and got no answer within {} ms; it does not continue",
             call.target.tool, call.input_timeout_ms
         ),
         (_, Some(Hold::Retry { .. }), _) => {
-            format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
+            format!(
+                "{} failed and its {allowed_ms} ms ended before the next attempt",
+                call.target.tool
+            )
         }
         (_, Some(Hold::Predecessor { .. }), _) => {
             format!("the call before {} had not ended after {allowed_ms} ms", call.target.tool)
         }
-        _ => format!("no place was free for {} within {allowed_ms} ms", call.target.tool),
+        _ => format!("no execution slot was free for {} within {allowed_ms} ms", call.target.tool),
     };
     let mut fault = Fault::new(Code::Timeout, message);
     let is_unsure = call.may_have_begun() && call.target.effect == Effect::Irreversible;

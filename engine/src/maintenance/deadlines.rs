@@ -83,7 +83,7 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
                 }
                 _ => {
                     let event = due_event(calls, &call, wall_ms, wall_offset_ms);
-                    calls.dispatcher.advance_with_retry(&call.project, &id, event).await
+                    calls.dispatcher.advance_with_retry(&call.project, &id, event).await;
                 }
             }
         });

@@ -29,7 +29,7 @@ pub(super) fn read(fields: &RawFields<'_>) -> Result<ParsedToolCall, Fault> {
     for (field, kind) in [("arguments", "function_call"), ("input", "tool_use")] {
         if fields.has(field) && !fields.has("args") {
             let message = format!(
-                "an envelope has its arguments in \"args\"; an entry with \"{field}\" says \
+                "an envelope has its arguments in \"args\"; an entry with \"{field}\" needs \
                  \"type\":\"{kind}\""
             );
             return Err(parse_fault(&format!("/{field}"), message));

@@ -31,7 +31,7 @@ impl<'a> RawFields<'a> {
             let excerpt: String = object.chars().take(40).collect();
             return Err(parse_fault(
                 pointer,
-                format!("a call of a tool is an object, not {excerpt}"),
+                format!("a tool call must be an object, not {excerpt}"),
             ));
         };
         fields.retain(|(_, value)| value.get() != "null");

@@ -129,14 +129,14 @@ impl Clock for ManualClock {
     fn sleep_until(&self, at_ms: u64) -> SleepFuture<'_> {
         Box::pin(async move {
             loop {
-                let mut turned = std::pin::pin!(self.now.1.notified());
+                let mut advanced = std::pin::pin!(self.now.1.notified());
                 // Register before reading the time, so that an advance between the two is not
                 // missed.
-                turned.as_mut().enable();
+                advanced.as_mut().enable();
                 if self.now_ms() >= at_ms {
                     return;
                 }
-                turned.await;
+                advanced.await;
             }
         })
     }

@@ -176,8 +176,8 @@ impl FnTool {
     }
 
     /// Sets the fallbacks, used when the tool certainly had no effect.
-    pub fn fallback(mut self, alternates: Vec<Fallback>) -> Self {
-        self.definition.fallback = alternates;
+    pub fn fallback(mut self, fallbacks: Vec<Fallback>) -> Self {
+        self.definition.fallback = fallbacks;
         self
     }
 }

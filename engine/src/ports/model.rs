@@ -77,7 +77,7 @@ impl std::error::Error for ModelError {}
 #[async_trait]
 pub trait Model: Send + Sync + 'static {
     /// Sends one request. Dropping the future cancels it. A stream that ends before the model
-    /// reported completion is a [`ModelError`], whatever it delivered before.
+    /// reported completion is a [`ModelError`], regardless of what it delivered before.
     async fn reply(
         &self,
         prompt: &ModelRequest,

@@ -39,7 +39,7 @@ pub enum StoreError {
     #[error("it is unknown if the store wrote this: {0}")]
     OutcomeUnknown(String),
     /// This program cannot have written the stored data.
-    #[error("the store holds something unreadable: {0}")]
+    #[error("the store has unreadable data: {0}")]
     Corrupt(String),
 }
 
@@ -359,6 +359,10 @@ pub trait Store: Send + Sync + 'static {
 
     /// Checks that the store can be read and written now.
     async fn check_health(&self) -> Result<(), StoreError>;
+
+    /// Returns the reason once the store has failed for good: it is unknown what is stored, and
+    /// only a restart helps. Never returns if that cannot happen.
+    async fn wait_for_failure(&self) -> String;
 
     /// Returns the store of cards, turns and inboxes.
     fn utp(&self) -> &dyn utp::UtpStore;

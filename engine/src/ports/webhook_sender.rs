@@ -39,7 +39,7 @@ pub trait WebhookSender: Send + Sync + 'static {
     fn check_url(&self, project: &str, url: &str) -> Result<String, String>;
 
     /// Makes one attempt. The implementation limits its duration.
-    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse;
+    async fn send(&self, message: WebhookMessage) -> DeliveryResponse;
 
     /// Makes one attempt to announce an approval. A sender that cannot do so refuses it.
     async fn send_approval(&self, _message: ApprovalMessage) -> DeliveryResponse {

@@ -13,8 +13,8 @@ use crate::domain::access_rules::{self, AccessDecision, Denial, RuleAction};
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::engine_metrics;
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 use crate::registry::Registry;
 use crate::registry::rules::compiled_rule::{RuleCheck, RuleInput, ToolProperties};
 use crate::registry::rules::index::ProjectRuleIndex;
@@ -290,7 +290,7 @@ impl Registry {
         tool: &str,
         decision: AccessDecision,
     ) -> Result<(), Error> {
-        let Denial { rule_id, reason } = match decision {
+        let denial = match decision {
             AccessDecision::Allowed => {
                 engine_metrics::count_allowed();
                 return Ok(());
@@ -303,17 +303,35 @@ impl Registry {
             AccessDecision::Denied(denial) => denial,
         };
         engine_metrics::count_denied();
-        let excerpt: String = tool.chars().take(128).collect();
-        let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, &reason);
-        self.core.store.append_audit_entry(entry).await.map_err(from_store_error)?;
-        let message = format!("agent \"{}\" may not call \"{excerpt}\": {reason}", caller.agent);
-        let detail = json!({
-            "agent": caller.agent, "tool": excerpt, "rule": reason, "rule_id": rule_id,
-            "reason": reason,
-        });
-        Err(Fault::new(Code::PermissionDenied, message)
-            .without_side_effect()
-            .with_detail(detail)
-            .into())
+        self.audit_denial(caller, tool, &denial.reason).await?;
+        Err(denial_fault(caller, tool, &denial).into())
     }
+
+    /// Writes a denial to the audit log.
+    pub(crate) async fn audit_denial(
+        &self,
+        caller: &Caller,
+        tool: &str,
+        reason: &str,
+    ) -> Result<(), Error> {
+        let excerpt = excerpt_of_name(tool);
+        let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, reason);
+        self.core.store.append_audit_entry(entry).await.map_err(from_store_error)
+    }
+}
+
+/// Returns the fault of a denied call.
+pub(crate) fn denial_fault(caller: &Caller, tool: &str, denial: &Denial) -> Fault {
+    let excerpt = excerpt_of_name(tool);
+    let message =
+        format!("agent \"{}\" may not call \"{excerpt}\": {}", caller.agent, denial.reason);
+    let detail = json!({
+        "agent": caller.agent, "tool": excerpt, "rule": denial.reason, "rule_id": denial.rule_id,
+        "reason": denial.reason,
+    });
+    Fault::new(Code::PermissionDenied, message).without_side_effect().with_detail(detail)
+}
+
+fn excerpt_of_name(tool: &str) -> String {
+    tool.chars().take(128).collect()
 }

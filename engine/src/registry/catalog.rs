@@ -16,7 +16,9 @@ use serde_json::json;
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
 use crate::domain::directory::kill_switches::KillSwitchSet;
 use crate::domain::directory::usage_limits::{ConfiguredLimit, UsageLimitSet};
-use crate::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
+use crate::domain::directory::{
+    AuditEntry, Client, Directory, DirectoryChange, SessionToken, UnlistedTools,
+};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
@@ -216,8 +218,8 @@ impl Catalog {
                 .project_tools
                 .get(project, name)
                 .filter(|entry| entry.definition == *definition);
-            let same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
-            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(same)) {
+            let is_same = |entry: &&Arc<CatalogEntry>| entry.definition == *definition;
+            let entry = match unchanged.or_else(|| compiled.get(name).copied().filter(is_same)) {
                 Some(entry) => entry.clone(),
                 None => Arc::new(CatalogEntry::deferred(definition.clone())),
             };
@@ -260,19 +262,19 @@ impl Catalog {
         if exact.is_some() && (!is_model_name() || self.may_call(caller, name)) {
             return exact;
         }
-        let meant = || {
+        let resolved = || {
             let index = self.by_model_name.get_or_init(|| self.build_model_name_index());
             let is_visible = |entry: &CatalogEntry| match &entry.definition.project {
                 Some(project) => *project == caller.project,
                 None => true,
             };
             let allowed = |entry: &CatalogEntry| self.may_call(caller, &entry.definition.name);
-            let mut meant =
+            let mut resolved =
                 index.get(name)?.iter().filter(|entry| is_visible(entry) && allowed(entry));
-            let first = meant.next()?;
-            meant.next().is_none().then(|| first.clone())
+            let first = resolved.next()?;
+            resolved.next().is_none().then(|| first.clone())
         };
-        meant().or(exact)
+        resolved().or(exact)
     }
 
     fn build_model_name_index(&self) -> NameMap<Vec<Arc<CatalogEntry>>> {
@@ -327,6 +329,20 @@ impl Catalog {
 
     pub(crate) fn directory(&self) -> &Directory {
         &self.directory
+    }
+
+    /// Returns true if the key or session token with this id was revoked.
+    pub(crate) fn is_revoked_credential(&self, id: &str) -> bool {
+        let is_revoked_key = |id: &str| {
+            let mut keys = self.directory.keys.iter();
+            keys.any(|key| key.id == id && key.revoked_ms.is_some())
+        };
+        if !id.starts_with(SessionToken::PREFIX) {
+            return is_revoked_key(id);
+        }
+        let mut tokens = self.directory.session_tokens.iter();
+        let token = tokens.find(|token| token.id == id);
+        token.is_some_and(|token| token.revoked_ms.is_some() || is_revoked_key(&token.key_id))
     }
 
     /// Returns true if this caller's key may adopt a client: it was registered before the server
@@ -462,8 +478,8 @@ impl Registry {
                 owner: caller.agent.clone(),
                 registered_ms: self.core.clock.wall_ms(),
             };
-            let (tools, others) = (registration.tools.clone(), registration.unlisted_tools);
-            Ok((DirectoryChange::Register { client, tools, unlisted_tools: others }, None))
+            let (tools, unlisted_tools) = (registration.tools.clone(), registration.unlisted_tools);
+            Ok((DirectoryChange::Register { client, tools, unlisted_tools }, None))
         })
         .await?;
         self.refresh_client_offers(&caller.project, &registration.client_id);
@@ -642,8 +658,8 @@ pub(crate) fn require_registered(
 }
 
 pub(crate) fn check_client_id(client_id: &str) -> Result<(), Error> {
-    let plain = |c: char| c.is_ascii_graphic();
-    if (1..=128).contains(&client_id.len()) && client_id.chars().all(plain) {
+    let is_visible = |c: char| c.is_ascii_graphic();
+    if (1..=128).contains(&client_id.len()) && client_id.chars().all(is_visible) {
         return Ok(());
     }
     let message = "client_id must be 1 to 128 visible ASCII characters";

@@ -44,13 +44,13 @@ pub fn names_for_model<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> 
     for (_, model_name) in &mapped {
         *counts.entry(model_name).or_default() += 1;
     }
-    let alone: Vec<bool> =
+    let is_unique: Vec<bool> =
         mapped.iter().map(|(_, model_name)| counts[model_name.as_str()] == 1).collect();
-    let pairs = mapped.into_iter().zip(alone);
+    let pairs = mapped.into_iter().zip(is_unique);
     pairs
         .map(
-            |((name, model_name), alone)| {
-                if alone { model_name } else { hashed_name_for_model(name) }
+            |((name, model_name), is_unique)| {
+                if is_unique { model_name } else { hashed_name_for_model(name) }
             },
         )
         .collect()
@@ -64,17 +64,17 @@ const MAX_COMPARED: usize = 128;
 /// Returns up to three names that are most similar to `name`, best first.
 pub(crate) fn suggest_similar<'n>(
     name: &str,
-    others: impl Iterator<Item = &'n str>,
+    names: impl Iterator<Item = &'n str>,
 ) -> Vec<&'n str> {
     if name.len() > MAX_COMPARED {
         return Vec::new();
     }
-    let mut near: Vec<(f64, &str)> = others
+    let mut candidates: Vec<(f64, &str)> = names
         .map(|other| (strsim::jaro_winkler(name, other), other))
-        .filter(|(likeness, _)| *likeness > 0.7)
+        .filter(|(similarity, _)| *similarity > 0.7)
         .collect();
-    near.sort_by(|a, b| b.0.total_cmp(&a.0));
-    near.into_iter().take(3).map(|(_, name)| name).collect()
+    candidates.sort_by(|a, b| b.0.total_cmp(&a.0));
+    candidates.into_iter().take(3).map(|(_, name)| name).collect()
 }
 
 fn replace_separators(name: &str) -> String {
@@ -92,8 +92,8 @@ mod tests {
     use super::*;
 
     fn is_plain(name: &str) -> bool {
-        let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
-        (1..=MAX_LENGTH).contains(&name.len()) && name.bytes().all(plain)
+        let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+        (1..=MAX_LENGTH).contains(&name.len()) && name.bytes().all(is_allowed)
     }
 
     #[test]

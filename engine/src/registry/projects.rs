@@ -26,7 +26,7 @@ impl Registry {
         self.require_admin(caller, Some(id))?;
         check_identifier("project_id", id)?;
         if !is_token(id) {
-            let message = "project_id must be able to stand in a NATS subject: no dot, no *";
+            let message = "project_id must be a valid NATS token: no spaces, dots, * or >";
             return Err(Error::refused(Code::ValidationError, message));
         }
         let created_ms = self.core.clock.wall_ms();
@@ -75,7 +75,7 @@ impl Registry {
         let exists = project == DEFAULT_PROJECT
             || directory.projects.iter().any(|existing| existing.id == project)
             || directory.keys.iter().any(|key| key.project == project)
-            || directory.roster.iter().any(|member| member.project == project)
+            || directory.roster.iter().any(|entry| entry.project == project)
             || directory.tools.iter().any(|tool| tool.project.as_deref() == Some(project));
         match exists {
             true => Ok(()),
@@ -112,7 +112,7 @@ impl Registry {
         let limit = self.core.limits.max_tools_per_project;
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();
-        let more = |catalog: &Catalog| {
+        let count_new = |catalog: &Catalog| {
             let is_new = |name: &&&str| catalog.find(&caller.project, name).is_none();
             names.iter().filter(is_new).count()
         };
@@ -120,7 +120,7 @@ impl Registry {
             for name in &names {
                 check_name_free(catalog, &caller.project, name)?;
             }
-            if catalog.tools(&caller.project).len() + more(catalog) > limit {
+            if catalog.tools(&caller.project).len() + count_new(catalog) > limit {
                 let message = format!("the project would have more than {limit} tools");
                 return Err(Error::refused(Code::PayloadTooLarge, message));
             }
@@ -165,22 +165,22 @@ impl Registry {
     pub async fn put_agent_entry(
         &self,
         caller: &Caller,
-        mut member: AgentEntry,
+        mut entry: AgentEntry,
     ) -> Result<AgentEntry, Error> {
-        self.require_admin(caller, Some(&member.project))?;
+        self.require_admin(caller, Some(&entry.project))?;
         for (field, word) in
-            [("agent_id", &member.agent_id), ("worker_target", &member.worker_target)]
+            [("agent_id", &entry.agent_id), ("worker_target", &entry.worker_target)]
         {
             if !is_token(word) {
                 let message =
-                    format!("{field} must be able to stand in a NATS subject: no blank, no dot");
+                    format!("{field} must be a valid NATS token: no spaces, dots, * or >");
                 let fault = Fault::new(Code::ValidationError, message);
                 return Err(fault.with_detail(json!({ "pointer": format!("/{field}") })).into());
             }
         }
-        member.updated_ms = self.core.clock.wall_ms();
-        self.change_directory(|_| Ok((DirectoryChange::PutAgent(member.clone()), None))).await?;
-        Ok(member)
+        entry.updated_ms = self.core.clock.wall_ms();
+        self.change_directory(|_| Ok((DirectoryChange::PutAgent(entry.clone()), None))).await?;
+        Ok(entry)
     }
 
     /// Removes an agent from the roster.
@@ -256,8 +256,9 @@ fn project_not_found(project: &str) -> Error {
 }
 
 fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
-    let by_others = matches!(entry.definition.executor, Executor::CLIENT | Executor::MCP);
-    entry.definition.project.is_some() && !by_others
+    let is_executed_elsewhere =
+        matches!(entry.definition.executor, Executor::CLIENT | Executor::MCP);
+    entry.definition.project.is_some() && !is_executed_elsewhere
 }
 
 fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
@@ -310,14 +311,14 @@ pub fn check_array_items(schema: &Value, pointer: &str) -> Result<(), String> {
         check_array_items(items, &format!("{pointer}/items"))?;
     }
     for name in ["properties", "$defs", "definitions"] {
-        for (key, registry) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
-            check_array_items(registry, &format!("{pointer}/{name}/{key}"))?;
+        for (key, subschema) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
+            check_array_items(subschema, &format!("{pointer}/{name}/{key}"))?;
         }
     }
     for name in ["anyOf", "oneOf", "allOf"] {
         let all = map.get(name).and_then(Value::as_array).into_iter().flatten();
-        for (n, registry) in all.enumerate() {
-            check_array_items(registry, &format!("{pointer}/{name}/{n}"))?;
+        for (n, subschema) in all.enumerate() {
+            check_array_items(subschema, &format!("{pointer}/{name}/{n}"))?;
         }
     }
     Ok(())

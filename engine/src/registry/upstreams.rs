@@ -210,9 +210,9 @@ fn select_registrable(
     tools: &[ToolDefinition],
     limit: usize,
 ) -> (Vec<ToolDefinition>, Vec<(String, String)>) {
-    let others = catalog.tools(project);
+    let existing = catalog.tools(project);
     let mut used_names: HashSet<&str> = HashSet::new();
-    for entry in others.iter().filter(|entry| !belongs_to_upstream(&entry.definition, upstream)) {
+    for entry in existing.iter().filter(|entry| !belongs_to_upstream(&entry.definition, upstream)) {
         used_names.insert(entry.definition.name.as_str());
     }
     let mut capacity = limit.saturating_sub(used_names.len());

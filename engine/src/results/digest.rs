@@ -42,7 +42,7 @@ pub const MIN_BUDGET: usize = 64;
 /// text has about four.
 const BYTES_PER_TOKEN: usize = 24;
 
-/// Maximum number of values of a document that are sampled, whatever the budget.
+/// Maximum number of values of a document that are sampled, regardless of the budget.
 const MAX_VALUES: usize = 100_000;
 
 /// Number of detail levels.
@@ -104,7 +104,7 @@ enum MainContent<'n, 'a> {
 impl<'n, 'a> MainContent<'n, 'a> {
     /// Descends to the value that makes up most of the document.
     fn find(root: &'n SampleNode<'a>) -> Self {
-        let (mut node, mut beside, mut pointer): (_, Option<&SampleObject<'a>>, _) =
+        let (mut node, mut container, mut pointer): (_, Option<&SampleObject<'a>>, _) =
             (root, None, String::new());
         loop {
             match node {
@@ -116,21 +116,23 @@ impl<'n, 'a> MainContent<'n, 'a> {
                 SampleNode::Array(list) => {
                     // Next to a table that is almost the whole document, other items need no room.
                     let nearly_all = list.bytes > root.bytes() / 10 * 9;
-                    if let Some(table) = nearly_all.then(|| Table::detect(list, beside)).flatten() {
+                    if let Some(table) =
+                        nearly_all.then(|| Table::detect(list, container)).flatten()
+                    {
                         return Self::Table { pointer, table };
                     }
                     let heaviest = list.sampled_items().max_by_key(|(_, item)| item.bytes());
                     let dominant = heaviest.filter(|(_, item)| item.bytes() > list.bytes / 10 * 7);
                     let Some((index, item)) = dominant else { return Self::Json };
                     pointer = format!("{pointer}/{index}");
-                    (node, beside) = (item, None);
+                    (node, container) = (item, None);
                 }
                 SampleNode::Object(map) => {
                     let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());
                     let dominant = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
                     let Some((key, value)) = dominant else { return Self::Json };
                     pointer = format!("{pointer}/{}", escape_key(&decode_string(key)));
-                    (node, beside) = (value, Some(map));
+                    (node, container) = (value, Some(map));
                 }
                 SampleNode::Scalar(_) => return Self::Json,
             }
@@ -153,13 +155,13 @@ impl<'n, 'a> MainContent<'n, 'a> {
         let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
         let candidates = [
             format!(
-                "[digest of {tool}: {kind}, {bytes} bytes; parts are left out, the whole is kept. \
-                 Read any part: {call}{part}}}, or search it with \"grep\"]"
+                "[digest of {tool}: {kind}, {bytes} bytes; parts are omitted, the full result is \
+                 stored. Read any part: {call}{part}}}, or search it with \"grep\"]"
             ),
-            format!("[digest: {kind}, {bytes} bytes; parts left out. Read them: {call}{part}}}]"),
-            format!("[{bytes} bytes, parts left out. Read them: {call}}}]"),
-            format!("[left out: result.read {call_id}]"),
-            "[left out]".to_owned(),
+            format!("[digest: {kind}, {bytes} bytes; parts omitted. Read them: {call}{part}}}]"),
+            format!("[{bytes} bytes, parts omitted. Read them: {call}}}]"),
+            format!("[omitted: result.read {call_id}]"),
+            "[omitted]".to_owned(),
             "…".to_owned(),
         ];
         // With a small budget, the header takes only part of it as long as a shorter form exists.
@@ -241,8 +243,8 @@ fn render_most_detailed(budget: usize, render: impl Fn(u32) -> String) -> String
 }
 
 /// Scales a number down for each detail level that is given up.
-fn scale_down(number: usize, factor: f64, rung: u32, min: usize) -> usize {
-    ((number as f64 * factor.powf(f64::from(rung))) as usize).max(min)
+fn scale_down(number: usize, factor: f64, level: u32, min: usize) -> usize {
+    ((number as f64 * factor.powf(f64::from(level))) as usize).max(min)
 }
 
 /// Truncates a text to `budget` tokens and marks the truncation.

@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
+use crate::calls::rejoin::PendingDelivery;
 use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunStatus};
-use crate::rejoin::PendingDelivery;
 use crate::runs::subscribers::{RunDelta, RunSubscription, Subscriber, Subscribers};
 
 /// The runs that this process drives.

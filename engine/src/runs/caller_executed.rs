@@ -119,25 +119,25 @@ impl Runs {
         tools: &[ToolDefinition],
         reported: ReportedCall,
     ) -> Result<ValidatedCall, Error> {
-        let ReportedCall { request: mut asked, background, result } = reported;
-        asked.run_id = run_id.to_owned();
-        let definition = find_definition(tools, &asked.tool);
-        asked.tool = definition.map_or(asked.tool, |tool| tool.name.clone());
-        check_tool_name(&asked.tool)
+        let ReportedCall { mut request, background, result } = reported;
+        request.run_id = run_id.to_owned();
+        let definition = find_definition(tools, &request.tool);
+        request.tool = definition.map_or(request.tool, |tool| tool.name.clone());
+        check_tool_name(&request.tool)
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
         let catalog = self.registry.catalog();
-        let decision = catalog.authorize_reported_call(caller, &asked.tool);
-        self.registry.enforce_decision(caller, &asked.tool, decision).await?;
-        if asked.retry.is_some_and(|retry| retry > 0) {
-            let message = "retry: what you run yourself is not tried again by Toolcrib";
+        let decision = catalog.authorize_reported_call(caller, &request.tool);
+        self.registry.enforce_decision(caller, &request.tool, decision).await?;
+        if request.retry.is_some_and(|retry| retry > 0) {
+            let message = "retry: Toolcrib does not retry calls that you execute";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        check_request(&asked, self.core.limits.max_args_bytes)?;
+        check_request(&request, self.core.limits.max_args_bytes)?;
         let default_ms = self.registry.default_timeout_ms(caller);
-        let tool = caller_tool_entry(definition, &caller.project, &asked.tool, default_ms);
+        let tool = caller_tool_entry(definition, &caller.project, &request.tool, default_ms);
         tool.prepare_input().await;
-        let key = build_idempotency_key(caller, &asked);
-        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), asked)?;
+        let key = build_idempotency_key(caller, &request);
+        let drafted = self.calls.build_call(&catalog, caller, &Arc::new(tool), request)?;
         // The caller executes the call once; only its deadline limits that.
         let mut call =
             Call { max_retries: 0, fallbacks: Vec::new(), attempt_timeout_ms: None, ..drafted };
@@ -169,7 +169,7 @@ impl Runs {
                 }
             }
             (None, None) => {
-                let message = "call_id: say which call it is the result of";
+                let message = "call_id: name the call that this is the result of";
                 return Err(Error::refused(Code::ValidationError, message));
             }
         };
@@ -184,7 +184,7 @@ impl Runs {
         };
         if call.target.executor != Executor::CALLER {
             let message = format!(
-                "call \"{}\" of {} is executed by Toolcrib, and its result comes by itself",
+                "call \"{}\" of {} is executed by Toolcrib, which adds its result",
                 call.id, call.tool_name
             );
             return Err(Error::refused(Code::Conflict, message));
@@ -298,7 +298,7 @@ fn find_definition<'a>(tools: &'a [ToolDefinition], name: &str) -> Option<&'a To
     model_names.iter().position(|model_name| model_name == name).map(|at| &tools[at])
 }
 
-/// Returns a tool as one that the caller executes, whatever its executor is otherwise.
+/// Returns a tool as one that the caller executes, regardless of its usual executor.
 fn caller_tool_entry(
     declared: Option<&ToolDefinition>,
     project: &str,

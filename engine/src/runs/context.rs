@@ -255,10 +255,10 @@ impl ToolCallContext {
     pub fn set_tool_calls(&mut self, calls: impl IntoIterator<Item = ToolCall>) {
         self.last_step += 1;
         for mut call in calls {
-            let same = |existing: &&mut ToolCall| {
+            let is_same = |existing: &&mut ToolCall| {
                 call.tool_call_id.is_some() && existing.tool_call_id == call.tool_call_id
             };
-            if let Some(existing) = self.tool_calls.iter_mut().find(same) {
+            if let Some(existing) = self.tool_calls.iter_mut().find(is_same) {
                 if !existing.status.is_terminal() {
                     existing.status = call.status;
                 }

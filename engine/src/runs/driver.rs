@@ -20,9 +20,9 @@ use crate::domain::model_reply::ModelReply;
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunStatus};
-use crate::engine_metrics;
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 use crate::ports::model::ResolvedModel;
 use crate::ports::store::runs::CreateRunResult;
 use crate::ports::store::undelivered::UndeliveredRequest;
@@ -58,7 +58,7 @@ async fn drive_until_released(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
             continue;
         }
         drop(state);
-        let driving = active_run.driver_lock.lock().await;
+        let driver_guard = active_run.driver_lock.lock().await;
         let driven = tokio::select! {
             biased;
             () = runs.core.shutdown.cancelled() => return,
@@ -68,7 +68,7 @@ async fn drive_until_released(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
                 driven.unwrap_or_else(|_| Err(Error::Internal("a run panicked".into())))
             }
         };
-        drop(driving);
+        drop(driver_guard);
         let Err(error) = driven else { continue };
         if engine.core.is_draining() {
             return;
@@ -144,13 +144,13 @@ struct UncommittedEvents {
     late_results: Vec<Value>,
 }
 
-async fn resume_driver(engine: &Arc<Runs>, live: &Arc<ActiveRun>) -> Result<(), Error> {
-    let (run, beginning) = {
-        let mut state = live.state.lock().await;
+async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Result<(), Error> {
+    let (run, initial_messages) = {
+        let mut state = active_run.state.lock().await;
         (state.run.clone(), state.initial_messages.take())
     };
     let chosen = find_model(engine, &run.model)?;
-    let messages = match beginning {
+    let messages = match initial_messages {
         Some(messages) => messages,
         None => {
             let journal = engine.core.store.runs().journal(&run.project, &run.id).await;
@@ -160,24 +160,29 @@ async fn resume_driver(engine: &Arc<Runs>, live: &Arc<ActiveRun>) -> Result<(), 
     };
     let caller = run.caller();
     let options = RunOptions { model: chosen.name, ..run.options };
-    let seen = Mutex::new(UncommittedEvents::default());
-    let watch = |happening: LoopEvent<'_>| record_loop_event(live, &seen, &happening);
-    let turns =
-        AgentLoop::with_available_tools(engine, &caller, chosen.model.as_ref(), &options, &watch)?;
-    let talk = Conversation { messages, progress: run.progress };
-    let journaled_count = talk.messages.len();
+    let uncommitted = Mutex::new(UncommittedEvents::default());
+    let event_sink = |event: LoopEvent<'_>| record_loop_event(active_run, &uncommitted, &event);
+    let agent_loop = AgentLoop::with_available_tools(
+        engine,
+        &caller,
+        chosen.model.as_ref(),
+        &options,
+        &event_sink,
+    )?;
+    let conversation = Conversation { messages, progress: run.progress };
+    let journaled_count = conversation.messages.len();
     let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
     let (caller, keyed) = (caller.clone(), run.owner.keyed);
     let driven = RunDriver {
         engine,
         caller,
         acts_for_key: keyed,
-        active_run: live,
-        agent_loop: turns,
-        conversation: talk,
+        active_run,
+        agent_loop,
+        conversation,
         journaled_count,
         added_count: 0,
-        uncommitted: &seen,
+        uncommitted: &uncommitted,
     };
     driven.run_to_end(waits).await
 }
@@ -198,19 +203,19 @@ fn find_model(engine: &Arc<Runs>, name: &str) -> Result<ResolvedModel, Error> {
 /// Publishes a loop event to subscribers, or records it for the next journal commit.
 fn record_loop_event(
     active_run: &ActiveRun,
-    seen: &Mutex<UncommittedEvents>,
-    happening: &LoopEvent<'_>,
+    uncommitted: &Mutex<UncommittedEvents>,
+    event: &LoopEvent<'_>,
 ) {
-    match happening {
+    match event {
         LoopEvent::CallAnswered { settled, .. } => {
-            seen.lock().calls.push(settled_call_json(settled))
+            uncommitted.lock().calls.push(settled_call_json(settled))
         }
-        LoopEvent::LateResult { call, .. } => seen.lock().late_results.push(json!({
+        LoopEvent::LateResult { call, .. } => uncommitted.lock().late_results.push(json!({
             "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
         })),
         other => {
-            if let Some(note) = RunDelta::from_loop_event(other) {
-                active_run.publish(note);
+            if let Some(delta) = RunDelta::from_loop_event(other) {
+                active_run.publish(delta);
             }
         }
     }
@@ -286,9 +291,10 @@ impl RunDriver<'_> {
                 }
                 StepOutcome::Answered(answer) => {
                     let data = reply_json(&self.conversation, &reply);
-                    let turned = Some(RunTransition::Answered(answer));
-                    let run =
-                        self.commit_progress(Some((JournalKind::Replied, data)), turned).await?;
+                    let transition = Some(RunTransition::Answered(answer));
+                    let run = self
+                        .commit_progress(Some((JournalKind::Replied, data)), transition)
+                        .await?;
                     if run.status.is_terminal() {
                         return Ok(());
                     }
@@ -348,7 +354,7 @@ impl RunDriver<'_> {
     async fn commit_progress(
         &mut self,
         record: Option<(JournalKind, Value)>,
-        turned: Option<RunTransition>,
+        transition: Option<RunTransition>,
     ) -> Result<Run, Error> {
         let messages = self.conversation.messages[self.journaled_count..].to_vec();
         let (progress, added_count) = (self.conversation.progress.clone(), self.added_count);
@@ -372,8 +378,8 @@ impl RunDriver<'_> {
                 last.messages = messages;
             }
             // A message added in the meantime has no reply yet, so the run must not end or wait.
-            if let Some(turned) = turned.filter(|_| run.queued_messages.is_empty()) {
-                entries.push(turned.apply(run, now_ms));
+            if let Some(transition) = transition.filter(|_| run.queued_messages.is_empty()) {
+                entries.push(transition.apply(run, now_ms));
             }
             entries
         });
@@ -480,37 +486,37 @@ impl Runs {
     ) -> Result<RunGuard, Error> {
         let key = (project.to_owned(), run_id.to_owned());
         loop {
-            if let Some(live) = self.active_runs.get(project, run_id) {
-                let state = live.state.clone().lock_owned().await;
+            if let Some(active_run) = self.active_runs.get(project, run_id) {
+                let state = active_run.state.clone().lock_owned().await;
                 if !state.is_released {
-                    return Ok(RunGuard { active_run: live, state });
+                    return Ok(RunGuard { active_run, state });
                 }
                 continue;
             }
-            let look = || self.core.store.runs().run(project, run_id);
-            let found = look().await.map_err(from_store_error)?;
-            let live = ActiveRun::new(found.ok_or_else(|| run_not_found(run_id))?);
+            let load = || self.core.store.runs().run(project, run_id);
+            let found = load().await.map_err(from_store_error)?;
+            let active_run = ActiveRun::new(found.ok_or_else(|| run_not_found(run_id))?);
             // Locked before it is registered, so that the driver starts only after the change.
-            let mut state = live.state.clone().lock_owned().await;
+            let mut state = active_run.state.clone().lock_owned().await;
             {
                 let mut all = self.active_runs.by_id.lock();
                 if all.contains_key(&key) {
                     continue;
                 }
-                all.insert(key.clone(), live.clone());
+                all.insert(key.clone(), active_run.clone());
             }
             let engine = self.clone();
-            self.core.tasks.spawn(drive_run(engine, live.clone()));
+            self.core.tasks.spawn(drive_run(engine, active_run.clone()));
             // Another task may have changed the run since it was loaded.
-            match look().await {
-                Ok(Some(run)) => (state.run, *live.status.lock()) = (run.clone(), run.status),
+            match load().await {
+                Ok(Some(run)) => (state.run, *active_run.status.lock()) = (run.clone(), run.status),
                 other => {
                     state.is_released = true;
                     self.active_runs.by_id.lock().remove(&key);
                     return Err(other.map_or_else(from_store_error, |_| run_not_found(run_id)));
                 }
             }
-            return Ok(RunGuard { active_run: live, state });
+            return Ok(RunGuard { active_run, state });
         }
     }
 

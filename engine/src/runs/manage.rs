@@ -25,6 +25,7 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
 use crate::runs::active::{ActiveRun, RunGuard, StartedRun, run_not_found};
+use crate::runs::rejoin::undelivered_request;
 use crate::runs::{Runs, agent_loop};
 
 /// A request to start a run.
@@ -100,7 +101,10 @@ impl Runs {
         let now_ms = self.core.wall_ms();
         let id = self.core.id_generator.next_id(Run::PREFIX, now_ms);
         let undelivered = match new.rejoin && key.is_none() {
-            true => self.undelivered_run(caller, &id, "run", &run_fingerprint(&new)),
+            true => {
+                let (core, fingerprint) = (&self.core, run_fingerprint(&new));
+                undelivered_request(core, &self.registry, caller, &id, "run", &fingerprint)
+            }
             false => None,
         };
         if let Some(request) = &undelivered
@@ -108,7 +112,7 @@ impl Runs {
         {
             return Ok(joined);
         }
-        let terms = RunOptions {
+        let options = RunOptions {
             run_id: id.clone(),
             idempotency_prefix: Some(id.clone()),
             tools: new.tools,
@@ -131,7 +135,7 @@ impl Runs {
             },
             model: new.model,
             status: RunStatus::Running,
-            options: terms,
+            options,
             progress: RunProgress::default(),
             answer: None,
             error: None,
@@ -217,17 +221,17 @@ impl Runs {
         if run.status.is_terminal() {
             return require_end_status(run, RunStatus::Canceled);
         }
-        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
+        let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
         if state.run.status.is_terminal() {
             return require_end_status(state.run.clone(), RunStatus::Canceled);
         }
-        live.interrupt.notify_one();
+        active_run.interrupt.notify_one();
         // Once the driver has stopped, every call it started is queued for the store ahead of this
         // commit, so the cancellation below misses none.
-        let stopped = live.clone();
-        let _stopped = stopped.driver_lock.lock().await;
+        let driver = active_run.clone();
+        let _driver_stopped = driver.driver_lock.lock().await;
         let by = caller.agent.clone();
-        let canceled = self.clone().commit_run(live, state, move |run, now_ms| {
+        let canceled = self.clone().commit_run(active_run, state, move |run, now_ms| {
             run.status = RunStatus::Canceled;
             run.ended_ms = Some(now_ms);
             // Calls that the last reply requested and that have not started must not start later.
@@ -253,9 +257,9 @@ impl Runs {
         agent_loop::check_messages(&messages)?;
         self.check_run_capacity()?;
         require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
-        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
-        let spoken = live.clone();
-        let commit = self.clone().commit_run(live, state, move |run, now_ms| {
+        let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
+        let notified_run = active_run.clone();
+        let commit = self.clone().commit_run(active_run, state, move |run, now_ms| {
             reopen_run(run);
             run.queued_messages.extend(messages.iter().cloned());
             vec![JournalRecord::new(
@@ -265,7 +269,7 @@ impl Runs {
             )]
         });
         let run = self.dispatcher.detach_on_drop(commit).await?;
-        spoken.message_added.notify_one();
+        notified_run.message_added.notify_one();
         Ok(run)
     }
 
@@ -280,12 +284,12 @@ impl Runs {
             return Ok(run);
         }
         if run.status == RunStatus::Succeeded {
-            let message = "this run has its answer; POST …/messages says more to it";
+            let message = "this run has its answer; add a message with POST …/messages";
             let detail = json!({ "status": run.status.as_str() });
             return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
         }
-        let RunGuard { active_run: live, state } = self.lock_run(&caller.project, run_id).await?;
-        let resumed = self.clone().commit_run(live, state, move |run, now_ms| {
+        let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
+        let resumed = self.clone().commit_run(active_run, state, move |run, now_ms| {
             reopen_run(run);
             vec![JournalRecord::new(JournalKind::Resumed, now_ms, json!({}))]
         });
@@ -441,8 +445,10 @@ fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
 }
 
 fn not_run_owner(run: &Run) -> Error {
-    let message =
-        format!("this run acts for agent \"{}\", and only it may go on with it", run.owner.agent);
+    let message = format!(
+        "this run acts for agent \"{}\", and only that agent may continue it",
+        run.owner.agent
+    );
     Error::refused(Code::PermissionDenied, message)
 }
 
@@ -450,7 +456,7 @@ fn require_end_status(run: Run, expected: RunStatus) -> Result<Run, Error> {
     if run.status == expected {
         return Ok(run);
     }
-    let message = format!("this run is over already: {}", run.status.as_str());
+    let message = format!("this run has already ended: {}", run.status.as_str());
     let detail = json!({ "status": run.status.as_str() });
     Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
 }

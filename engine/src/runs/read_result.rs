@@ -284,9 +284,9 @@ impl From<Slice> for ResultReadOutput {
 
 /// Builds the tool `result.read` of the engine that the handle will refer to.
 pub(crate) fn result_read_tool(handle: RunsHandle) -> FnTool {
-    let description = "Reads a part of the result of an earlier tool call: what a digest left \
-         out. Name the part with pointer (/rows/10), page with offset and limit, or search with \
-         grep (a regular expression).";
+    let description = "Reads a part of the result of an earlier tool call that a digest omits. \
+                       Name the part with pointer (/rows/10), page with offset and limit, or \
+                       search with grep (a regular expression).";
     let function = move |args: ResultReadArgs, context: ToolContext| {
         let runs = handle.get().and_then(Weak::upgrade);
         async move {

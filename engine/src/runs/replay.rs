@@ -63,14 +63,14 @@ impl Runs {
         caller: &Caller,
         run_id: &str,
         model: Option<&str>,
-        watch: EventSink<'_>,
+        event_sink: EventSink<'_>,
     ) -> Result<ReplayReport, Error> {
         crate::runs::manage::require_run_access(caller)?;
         self.check_run_capacity()?;
         let _counted = ReplayCountGuard::new(&self.active_runs.replays);
-        let playing = self.run_replay(caller, run_id, model, watch);
+        let replay = self.run_replay(caller, run_id, model, event_sink);
         tokio::select! {
-            played = playing => played,
+            report = replay => report,
             () = self.core.shutdown.cancelled() => {
                 let message = "the server is shutting down; nothing was done, a retry is safe";
                 Err(Error::retry_later(Code::Overloaded, message, 1_000))
@@ -83,10 +83,10 @@ impl Runs {
         caller: &Caller,
         run_id: &str,
         model: Option<&str>,
-        watch: EventSink<'_>,
+        event_sink: EventSink<'_>,
     ) -> Result<ReplayReport, Error> {
         let run = self.find_run(caller, run_id).await?;
-        let mut tape =
+        let mut recording =
             Recording::from_journal(&self.run_journal(caller, run_id).await?, &run.options.limits);
         let name = model.unwrap_or(&run.model);
         let chosen = self.models().find(name).ok_or_else(|| {
@@ -95,28 +95,28 @@ impl Runs {
         })?;
         let options =
             RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
-        let mut conversation = Conversation::new(std::mem::take(&mut tape.initial_messages));
+        let mut conversation = Conversation::new(std::mem::take(&mut recording.initial_messages));
         let mut differences = Vec::new();
-        let mut turns = agent_loop::AgentLoop::with_available_tools(
+        let mut agent_loop = agent_loop::AgentLoop::with_available_tools(
             self,
             caller,
             chosen.model.as_ref(),
             &options,
-            watch,
+            event_sink,
         )?;
         // Where the recorded run waited for late results, its reply may have been empty.
-        turns.allows_empty_reply = true;
+        agent_loop.allows_empty_reply = true;
         // `index` is the position in the recording. `beyond` is true while the model continues past
         // a step that was final in the recording.
         let (mut index, mut beyond) = (0, false);
         loop {
             if !beyond {
-                tape.replay_inputs(index, &mut conversation);
+                recording.replay_inputs(index, &mut conversation);
             }
-            turns.request_reply(&mut conversation).await?;
+            agent_loop.request_reply(&mut conversation).await?;
             let steps = conversation.progress.steps;
             let reply = conversation.progress.pending_reply.clone().unwrap_or_default();
-            let recorded = tape.steps.get(index).filter(|_| !beyond);
+            let recorded = recording.steps.get(index).filter(|_| !beyond);
             if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
                 let step = recorded.map_or(steps, |_| step_number(index));
                 let recorded = recorded.map(|recorded| recorded.reply.clone());
@@ -126,22 +126,23 @@ impl Runs {
             if recorded.is_some_and(|recorded| recorded.was_resumed) {
                 conversation.progress.reset_baseline();
             }
-            let next = turns.answer_calls_with(&mut conversation, |call| tape.next_result(call));
+            let next =
+                agent_loop.answer_calls_with(&mut conversation, |call| recording.next_result(call));
             index += usize::from(!beyond);
             let StepOutcome::Answered(answer) = next else {
                 beyond |= ended;
                 continue;
             };
             beyond |= ended;
-            while let Some(missing) = tape.steps.get(index).filter(|_| !beyond) {
+            while let Some(missing) = recording.steps.get(index).filter(|_| !beyond) {
                 let (step, recorded) = (step_number(index), Some(missing.reply.clone()));
                 differences.push(ReplayDifference { step, recorded, now: None });
                 beyond = missing.is_final;
-                tape.replay_inputs(index, &mut conversation);
+                recording.replay_inputs(index, &mut conversation);
                 index += 1;
             }
             beyond = false;
-            if index < tape.steps.len() {
+            if index < recording.steps.len() {
                 continue;
             }
             return Ok(ReplayReport {
@@ -150,7 +151,7 @@ impl Runs {
                 differences,
                 steps,
                 usage: conversation.progress.usage,
-                unrecorded_calls: tape.unrecorded_calls,
+                unrecorded_calls: recording.unrecorded_calls,
             });
         }
     }
@@ -231,23 +232,23 @@ enum RecordedInput {
 
 impl Recording {
     fn from_journal(journal: &[JournalEntry], limits: &RunLimits) -> Self {
-        let mut tape = Self::default();
+        let mut recording = Self::default();
         let mut inputs = Vec::new();
         let mut user_messages: VecDeque<Value> = VecDeque::new();
         let mut acted = true;
         for JournalEntry { record: entry, .. } in journal {
             match entry.kind {
                 JournalKind::Created => {
-                    tape.initial_messages.extend(entry.messages.iter().cloned());
+                    recording.initial_messages.extend(entry.messages.iter().cloned());
                     continue;
                 }
                 JournalKind::UserMessage => user_messages
                     .extend(entry.data["messages"].as_array().cloned().unwrap_or_default()),
                 JournalKind::ToolResults => {
-                    tape.add_results(&entry.messages, &entry.data["calls"]);
+                    recording.add_results(&entry.messages, &entry.data["calls"]);
                     acted = true;
                 }
-                JournalKind::Resumed => match tape.steps.last_mut().filter(|_| !acted) {
+                JournalKind::Resumed => match recording.steps.last_mut().filter(|_| !acted) {
                     Some(step) => step.was_resumed = true,
                     None => inputs.push(RecordedInput::Resumed),
                 },
@@ -259,19 +260,19 @@ impl Recording {
                         user_messages.pop_front();
                         RecordedInput::UserMessage(message.clone())
                     }
-                    Some(closing) => RecordedInput::LimitNotice(closing, message.clone()),
+                    Some(stop_reason) => RecordedInput::LimitNotice(stop_reason, message.clone()),
                     None => RecordedInput::LateResult(message.clone()),
                 });
             }
             if entry.kind == JournalKind::Replied
                 && let Ok(reply) = serde_json::from_value::<ModelReply>(entry.data.clone())
             {
-                let closes =
+                let has_limit_notice =
                     inputs.iter().any(|input| matches!(input, RecordedInput::LimitNotice(..)));
-                let answers = closes || reply.calls.is_empty();
+                let answers = has_limit_notice || reply.calls.is_empty();
                 acted = answers;
                 let inputs = std::mem::take(&mut inputs);
-                tape.steps.push(RecordedStep {
+                recording.steps.push(RecordedStep {
                     inputs,
                     reply,
                     is_final: answers,
@@ -279,7 +280,7 @@ impl Recording {
                 });
             }
         }
-        tape
+        recording
     }
 
     fn add_results(&mut self, messages: &[Value], executed: &Value) {
@@ -310,8 +311,8 @@ impl Recording {
                 RecordedInput::UserMessage(message) => {
                     conversation.add_user_messages(vec![message.clone()])
                 }
-                RecordedInput::LimitNotice(closing, message) => {
-                    conversation.progress.stop_reason = Some(*closing);
+                RecordedInput::LimitNotice(stop_reason, message) => {
+                    conversation.progress.stop_reason = Some(*stop_reason);
                     conversation.messages.push(message.clone());
                 }
                 RecordedInput::LateResult(message) => conversation
@@ -344,7 +345,7 @@ fn is_input(message: &Value) -> bool {
     message["role"] != "assistant" && message["role"] != "tool"
 }
 
-/// Returns true if the model acts the same: equal calls, whatever the text beside them. Replies
+/// Returns true if the model acts the same: equal calls, regardless of the text. Replies
 /// without calls must have equal text.
 fn have_same_actions(recorded: &ModelReply, now: &ModelReply) -> bool {
     let calls = |reply: &ModelReply| -> Vec<String> {

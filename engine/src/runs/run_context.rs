@@ -211,9 +211,9 @@ impl Runs {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let limit = self.core.limits.max_tools_per_registration;
-        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
-        if tools.caller_tools.len().max(crib.len()) > limit {
-            let message = format!("a run is told of at most {limit} tools of a kind");
+        let toolcrib_tools = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
+        if tools.caller_tools.len().max(toolcrib_tools.len()) > limit {
+            let message = format!("a run has at most {limit} tools of each kind");
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
         let catalog = self.registry.catalog();
@@ -227,15 +227,15 @@ impl Runs {
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
             if tools.caller_tools[..n].iter().any(|other| other.name == tool.name) {
-                let message = format!("{pointer}/name: \"{}\" is there twice", tool.name);
+                let message = format!("{pointer}/name: \"{}\" is listed twice", tool.name);
                 return Err(Error::refused(Code::ValidationError, message));
             }
         }
         let definitions = tools.caller_tools.clone();
         let compiled = compile_definitions(&caller.project, definitions).await;
         compiled.map_err(|(n, error)| with_pointer(&format!("tool_definitions/{n}"), error))?;
-        let crib = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
-        for (n, name) in crib.iter_mut().enumerate() {
+        let toolcrib_tools = tools.toolcrib_tools.as_deref_mut().unwrap_or_default();
+        for (n, name) in toolcrib_tools.iter_mut().enumerate() {
             let pointer = format!("crib_tools/{n}");
             let found = self
                 .registry

@@ -63,25 +63,25 @@ impl Runs {
             catalog.may_read_all_calls(caller) || self.is_run_readable(caller, run_id).await?;
         loop {
             let active_run = self.is_run_active(caller, run_id);
-            let over = is_readable && !active_run && {
+            let has_ended = is_readable && !active_run && {
                 let found = loops.run(&caller.project, run_id).await.map_err(from_store_error)?;
                 found.is_some_and(|run| run.status.is_terminal())
             };
             let read = loops.run_events(&caller.project, run_id, after, limit).await;
-            let mut happened = read.map_err(from_store_error)?;
-            let last = happened.last().map(RunEvent::number);
-            happened.retain(|event| is_readable || matches!(event, RunEvent::Call(_)));
+            let mut events = read.map_err(from_store_error)?;
+            let last = events.last().map(RunEvent::number);
+            events.retain(|event| is_readable || matches!(event, RunEvent::Call(_)));
             let call_of = |event: &RunEvent| match event {
                 RunEvent::Run(_) => None,
                 RunEvent::Call(event) => Some(event.call_id.clone()),
             };
-            self.calls.retain_readable(caller, &mut happened, call_of).await?;
-            if let Some(last) = last.filter(|_| happened.is_empty()) {
+            self.calls.retain_readable(caller, &mut events, call_of).await?;
+            if let Some(last) = last.filter(|_| events.is_empty()) {
                 after = last;
                 continue;
             }
-            if !happened.is_empty() || over || self.core.shutdown.is_cancelled() {
-                return Ok(happened);
+            if !events.is_empty() || has_ended || self.core.shutdown.is_cancelled() {
+                return Ok(events);
             }
             tokio::select! {
                 () = listener.wait_for_wake() => {}

@@ -80,8 +80,8 @@ impl RunDelta {
         }
     }
 
-    pub(crate) fn from_loop_event(happening: &LoopEvent<'_>) -> Option<Self> {
-        Some(match happening {
+    pub(crate) fn from_loop_event(event: &LoopEvent<'_>) -> Option<Self> {
+        Some(match event {
             LoopEvent::ModelRequested { step, last } => {
                 Self::RequestStarted { step: *step, last: *last }
             }
@@ -118,7 +118,7 @@ impl RunSubscription {
     /// it missed; the whole reply is stored.
     pub async fn next(&mut self) -> RunDelta {
         match &self.subscriber {
-            Some(ear) => ear.next().await,
+            Some(subscriber) => subscriber.next().await,
             None => std::future::pending().await,
         }
     }
@@ -136,17 +136,19 @@ pub(crate) struct Subscribers(Mutex<Vec<Weak<Subscriber>>>);
 impl Subscribers {
     /// Adds a subscriber, which receives deltas from now on.
     pub(crate) fn subscribe(&self) -> Arc<Subscriber> {
-        let ear = Arc::new(Subscriber::default());
-        let mut ears = self.0.lock();
-        ears.retain(|ear| ear.strong_count() > 0);
-        ears.push(Arc::downgrade(&ear));
-        ear
+        let subscriber = Arc::new(Subscriber::default());
+        let mut subscribers = self.0.lock();
+        subscribers.retain(|subscriber| subscriber.strong_count() > 0);
+        subscribers.push(Arc::downgrade(&subscriber));
+        subscriber
     }
 
-    pub(crate) fn publish(&self, note: RunDelta) {
-        let mut ears = self.0.lock();
+    pub(crate) fn publish(&self, delta: RunDelta) {
+        let mut subscribers = self.0.lock();
         // Dropped subscribers are removed here.
-        ears.retain(|ear| ear.upgrade().inspect(|ear| ear.push(note.clone())).is_some());
+        subscribers.retain(|subscriber| {
+            subscriber.upgrade().inspect(|subscriber| subscriber.push(delta.clone())).is_some()
+        });
     }
 }
 
@@ -164,22 +166,22 @@ struct DeltaBuffer {
 }
 
 impl Subscriber {
-    fn push(&self, note: RunDelta) {
-        self.buffer.lock().append(note);
+    fn push(&self, delta: RunDelta) {
+        self.buffer.lock().append(delta);
         self.woken.notify_one();
     }
 
     pub(crate) fn try_next(&self) -> Option<RunDelta> {
-        let mut waiting = self.buffer.lock();
-        let note = waiting.deltas.pop_front()?;
-        waiting.bytes = waiting.bytes.saturating_sub(delta_bytes(&note));
-        Some(note)
+        let mut buffer = self.buffer.lock();
+        let delta = buffer.deltas.pop_front()?;
+        buffer.bytes = buffer.bytes.saturating_sub(delta_bytes(&delta));
+        Some(delta)
     }
 
     pub(crate) async fn next(&self) -> RunDelta {
         loop {
-            if let Some(note) = self.try_next() {
-                return note;
+            if let Some(delta) = self.try_next() {
+                return delta;
             }
             self.woken.notified().await;
         }
@@ -187,14 +189,14 @@ impl Subscriber {
 }
 
 impl DeltaBuffer {
-    fn append(&mut self, note: RunDelta) {
-        let more = delta_bytes(&note);
+    fn append(&mut self, delta: RunDelta) {
+        let more = delta_bytes(&delta);
         let is_full = self.deltas.len() >= MAX_BUFFERED_DELTAS
             || (more > 0 && self.bytes > 0 && self.bytes + more > MAX_BUFFERED_BYTES);
         let last = self.deltas.back_mut();
         if is_full {
             // The buffered deltas have no gap; the gap starts here.
-            let step = note.step();
+            let step = delta.step();
             if last.is_none_or(|last| *last != RunDelta::Lagged { step }) {
                 self.deltas.push_back(RunDelta::Lagged { step });
             }
@@ -202,16 +204,16 @@ impl DeltaBuffer {
         }
         self.bytes += more;
         let rest = match last {
-            Some(last) => merge_delta(last, note),
-            None => Some(note),
+            Some(last) => merge_delta(last, delta),
+            None => Some(delta),
         };
         self.deltas.extend(rest);
     }
 }
 
 /// Merges a delta into the previous one. Returns it if the two cannot be merged.
-fn merge_delta(last: &mut RunDelta, note: RunDelta) -> Option<RunDelta> {
-    match (last, note) {
+fn merge_delta(last: &mut RunDelta, delta: RunDelta) -> Option<RunDelta> {
+    match (last, delta) {
         (RunDelta::Text { step, text }, RunDelta::Text { step: same, text: more })
             if *step == same =>
         {
@@ -222,8 +224,8 @@ fn merge_delta(last: &mut RunDelta, note: RunDelta) -> Option<RunDelta> {
     }
 }
 
-fn delta_bytes(note: &RunDelta) -> usize {
-    match note {
+fn delta_bytes(delta: &RunDelta) -> usize {
+    match delta {
         RunDelta::Text { text, .. } => text.len(),
         RunDelta::ToolCall { arguments, .. } => arguments.len(),
         _ => 0,

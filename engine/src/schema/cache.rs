@@ -11,9 +11,9 @@ use std::sync::{Arc, LazyLock, Weak};
 
 use parking_lot::{Mutex, RwLock};
 
+use super::project_limiter::ProjectLimiter;
 use super::{CompileBudget, CompiledSchema, SchemaError};
 use crate::domain::json::Json;
-use crate::project_limiter::ProjectLimiter;
 
 /// Maximum bytes of the compiled schemas of one project.
 const PROJECT_BYTES: usize = 64 * 1024 * 1024;

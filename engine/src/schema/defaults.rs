@@ -70,7 +70,7 @@ pub(super) fn add_defaults(
 /// Copies an instance and adds the defaults on the way.
 struct DefaultsWriter<'s> {
     root: &'s Value,
-    /// Draft-07 ignores all keywords beside `$ref`.
+    /// Draft-07 ignores all keywords next to `$ref`.
     ignores_ref_siblings: bool,
     text: String,
     max_bytes: usize,

@@ -73,10 +73,10 @@ pub(super) fn check(
             schema_error(doc.locate_reference(&e.to_string()), format!("cannot be resolved: {e}"))
         })?;
     let graph = graph::SchemaGraph::new(doc, draft, &registry, Arc::new(base))?;
-    let over = |exceeded: BudgetExceeded| schema_error("", exceeded.reason());
-    budget.charge_subschemas(graph.subschemas.len()).map_err(over)?;
+    let exceeded_error = |exceeded: BudgetExceeded| schema_error("", exceeded.reason());
+    budget.charge_subschemas(graph.subschemas.len()).map_err(exceeded_error)?;
     let (profile, steps) = cost::measure_profile(&graph)?;
-    budget.charge_analysis(steps).map_err(over)?;
+    budget.charge_analysis(steps).map_err(exceeded_error)?;
     Ok((profile, compile_patterns(&graph, budget)?))
 }
 
@@ -88,19 +88,19 @@ fn compile_patterns(
     let schemas = || graph.subschemas.iter().map(|site| (site, graph.value(site)));
     let mut patterns = CompiledPatterns::new(schemas().map(|(_, v)| cost::count_patterns(v)).sum());
     for (site, schema) in schemas() {
-        let over = |keyword: &str, exceeded: BudgetExceeded| {
+        let exceeded_error = |keyword: &str, exceeded: BudgetExceeded| {
             let pointer = graph.doc.pointer(site.index);
             schema_error(format!("{pointer}/{keyword}"), exceeded.reason())
         };
         if let Some(text) = schema.get("pattern").and_then(Value::as_str) {
-            patterns.add(text, budget).map_err(|e| over("pattern", e))?;
+            patterns.add(text, budget).map_err(|e| exceeded_error("pattern", e))?;
         }
         let names = schema.get("patternProperties").and_then(Value::as_object);
         for text in names.into_iter().flat_map(|names| names.keys()) {
             let charged = patterns.add(text, budget);
             // The library compiles the patterns of property names itself.
             let charged = charged.and_then(|()| patterns.charge_again(text, budget));
-            charged.map_err(|e| over("patternProperties", e))?;
+            charged.map_err(|e| exceeded_error("patternProperties", e))?;
         }
     }
     Ok(patterns)

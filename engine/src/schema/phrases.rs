@@ -180,12 +180,12 @@ pub fn nearest_name<'n>(name: &str, candidates: &BTreeSet<&'n str>) -> Option<&'
     if name.len() > 64 {
         return None;
     }
-    let plain = |name: &str| name.to_lowercase().replace(['_', '-', ' '], "");
-    let plain_name = plain(name);
+    let normalize = |name: &str| name.to_lowercase().replace(['_', '-', ' '], "");
+    let plain_name = normalize(name);
     let near = candidates
         .iter()
         .filter(|other| other.len() <= 64)
-        .map(|other| (strsim::damerau_levenshtein(&plain_name, &plain(other)), *other));
+        .map(|other| (strsim::damerau_levenshtein(&plain_name, &normalize(other)), *other));
     let (distance, other) = near.min_by_key(|(distance, _)| *distance)?;
     (distance <= (plain_name.chars().count() / 3).max(1)).then_some(other)
 }

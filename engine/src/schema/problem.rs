@@ -31,10 +31,10 @@ pub(super) fn explain(
     instance: &Value,
     errors: &ErrorSlice<'_>,
 ) -> Vec<SchemaProblem> {
-    let teller = ProblemExplainer { source, instance, name: None };
+    let explainer = ProblemExplainer { source, instance, name: None };
     let mut problems: Vec<SchemaProblem> = Vec::new();
     for error in errors {
-        for problem in teller.explain_error(error, 0) {
+        for problem in explainer.explain_error(error, 0) {
             if !problems.contains(&problem) {
                 problems.push(problem);
             }
@@ -127,7 +127,7 @@ impl<'a> ProblemExplainer<'a> {
         Some(match error.kind() {
             Kind::Type { kind: TypeKind::Single(only) } => type_phrase([only.as_str()]),
             Kind::Type { kind: TypeKind::Multiple(several) } => {
-                type_phrase(several.iter().map(|one| one.as_str()))
+                type_phrase(several.iter().map(|kind| kind.as_str()))
             }
             Kind::Enum { options } => match options.as_array() {
                 Some(options) if options.len() > 1 => format!("one of {}", join_values(options)),
@@ -150,7 +150,7 @@ impl<'a> ProblemExplainer<'a> {
             Kind::ContentMediaType { content_media_type } => {
                 format!("a document of the media type {}", truncate_chars(content_media_type, 80))
             }
-            Kind::FalseSchema => "left out, as nothing is allowed here".to_string(),
+            Kind::FalseSchema => "omitted, because nothing is allowed here".to_string(),
             Kind::Not { schema } => format!("something that does not fit {}", short_json(schema)),
             _ => return None,
         })
@@ -287,10 +287,10 @@ impl<'a> ProblemExplainer<'a> {
             _ => format!(" of {}", pointer_label(pointer)),
         };
         let names: Vec<Value> = properties.iter().map(|name| Value::from(*name)).collect();
-        let tell = |name: &String| {
+        let describe = |name: &String| {
             let mut message = format!("{} is not a known property{suffix}", quote(name));
-            if let Some(meant) = phrases::nearest_name(name, &properties) {
-                message += &format!("; did you mean {}?", quote(meant));
+            if let Some(nearest) = phrases::nearest_name(name, &properties) {
+                message += &format!("; did you mean {}?", quote(nearest));
             }
             let expected = match names.as_slice() {
                 [] => "no such property".to_string(),
@@ -308,7 +308,7 @@ impl<'a> ProblemExplainer<'a> {
                 message,
             }
         };
-        unexpected.iter().take(MAX_PROBLEMS).map(tell).collect()
+        unexpected.iter().take(MAX_PROBLEMS).map(describe).collect()
     }
 
     /// Returns the property names that the schema around a failed keyword describes.
@@ -348,12 +348,12 @@ impl<'a> ProblemExplainer<'a> {
     ) -> Vec<SchemaProblem> {
         // The name is the only instance that an error carries, already truncated.
         let name = inner.instance().as_str().unwrap_or_default();
-        let teller = ProblemExplainer {
+        let explainer = ProblemExplainer {
             source: self.source,
             instance: self.instance,
             name: Some(inner.instance()),
         };
-        let expected = match teller.explain_error(inner, unions + 1).into_iter().next() {
+        let expected = match explainer.explain_error(inner, unions + 1).into_iter().next() {
             Some(problem) => problem.expected,
             None => "a name that fits the schema".to_string(),
         };
@@ -495,13 +495,14 @@ fn child_pointer(pointer: &str, name: &str) -> String {
 
 /// Returns whether a branch was not intended because it does not admit the value's type.
 fn is_wrong_type(errors: &ErrorSlice<'_>, pointer: &str, value: &Value) -> bool {
-    let alike = |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
+    let has_same_type =
+        |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
     errors.iter().filter(|error| error.instance_path().as_str() == pointer).any(|error| match error
         .kind()
     {
         Kind::Type { .. } | Kind::FalseSchema => true,
-        Kind::Constant { expected_value } => !alike(expected_value),
-        Kind::Enum { options } => !options.as_array().is_some_and(|o| o.iter().any(alike)),
+        Kind::Constant { expected_value } => !has_same_type(expected_value),
+        Kind::Enum { options } => !options.as_array().is_some_and(|o| o.iter().any(has_same_type)),
         _ => false,
     })
 }

@@ -183,8 +183,8 @@ impl Utp {
             let card_fault = |card: &Card| card::fault_from_error(card.content.get("error"));
             let same_error =
                 |card: &Card| error.is_none_or(|e| is_final_message(call, e, &card_fault(card)));
-            let same = |card: &Card| by_tool && same_status(card) && same_error(card);
-            if let Some(card) = written.map_err(from_store_error)?.filter(same) {
+            let is_same = |card: &Card| by_tool && same_status(card) && same_error(card);
+            if let Some(card) = written.map_err(from_store_error)?.filter(is_same) {
                 return Ok(Some(card));
             }
         }

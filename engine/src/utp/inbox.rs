@@ -148,11 +148,11 @@ impl Utp {
         let inbound = self.report_traceparents.lock().get(&call.id).cloned();
         let call_traceparent = derived::call_traceparent(call);
         // A report from another trace must not move the call into that trace.
-        let same = |text: &String| {
+        let is_same = |text: &String| {
             let id = |text: &str| trace::parse(text).map(|(trace_id, _)| trace_id);
             id(text) == id(&call_traceparent)
         };
-        let parent = inbound.filter(same).unwrap_or_else(|| call_traceparent.clone());
+        let parent = inbound.filter(is_same).unwrap_or_else(|| call_traceparent.clone());
         let item = self.build_inbox_item(call, &route, &card, &parent);
         let message = self.build_wakeup(&item, &route.channel);
         let wakes = message.is_some();

@@ -75,8 +75,8 @@ pub struct ReportRejection {
 
 impl From<Error> for ReportRejection {
     fn from(error: Error) -> Self {
-        let lasting = !matches!(error.code(), Code::Overloaded | Code::Internal);
-        Self { dead_letter_reason: lasting.then_some("refused"), error }
+        let is_permanent = !matches!(error.code(), Code::Overloaded | Code::Internal);
+        Self { dead_letter_reason: is_permanent.then_some("refused"), error }
     }
 }
 
@@ -422,8 +422,8 @@ impl Utp {
         let by = report.reported_by.as_deref().unwrap_or("tool");
         let nothing_more = card.metadata.keys().all(|name| CALL_METADATA.contains(&name.as_str()));
         if card.content_text("status") != Some("success") || !nothing_more || card.author_id != by {
-            let message = "only a plain success, signed by who reports it, can have the call's own \
-                           card id; give it another";
+            let message = "only a plain success signed by its reporter can have the call's own \
+                           card id; use another one";
             return Err(reject_report("wrong_card", Code::BadRequest, message));
         }
         Ok(Some(card))
@@ -503,7 +503,7 @@ impl Utp {
             AdvanceOutcome::Duplicate(call) => (call, true, false),
             AdvanceOutcome::Refused(call, Refusal::AlreadyEnded(_)) => (call, false, true),
             AdvanceOutcome::Refused(call, _) => {
-                let message = format!("this attempt of call \"{}\" is not out", call.id);
+                let message = format!("this attempt of call \"{}\" is not in flight", call.id);
                 return Err(reject_report("wrong_attempt", Code::Conflict, message));
             }
         };
@@ -535,19 +535,19 @@ impl Utp {
 }
 
 fn check_card(card: &Card, route: &Route, status: ToolStatus) -> Result<(), ReportRejection> {
-    let wrong = |message: String| reject_report("wrong_card", Code::BadRequest, message);
+    let reject = |message: String| reject_report("wrong_card", Code::BadRequest, message);
     let id = &card.card_id;
     if card.kind != TOOL_RESULT {
-        return Err(wrong(format!("card \"{id}\" is a {}, not a tool.result", card.kind)));
+        return Err(reject(format!("card \"{id}\" is a {}, not a tool.result", card.kind)));
     }
     let same_call = card.tool_call_id.as_deref() == Some(&route.tool_call_id);
     if !same_call || card.turn_id() != Some(&route.turn_id) {
         let found = json!([card.turn_id(), card.tool_call_id]);
-        return Err(wrong(format!("card \"{id}\" is of another call: {found}")));
+        return Err(reject(format!("card \"{id}\" is of another call: {found}")));
     }
     if card.content_text("status") != Some(status.as_str()) {
         let is = card.content_text("status").unwrap_or_default();
-        return Err(wrong(format!("card \"{id}\" says {is}, the report {}", status.as_str())));
+        return Err(reject(format!("card \"{id}\" says {is}, the report {}", status.as_str())));
     }
     Ok(())
 }

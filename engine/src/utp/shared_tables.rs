@@ -29,9 +29,9 @@ impl Utp {
     pub async fn record_report_disposition(
         &self,
         number: u64,
-        judged: ReportDisposition,
+        disposition: ReportDisposition,
     ) -> Result<(), Error> {
         let Some(shared) = self.core.store.utp().shared_tables() else { return Ok(()) };
-        shared.record_disposition(number, judged).await.map_err(from_store_error)
+        shared.record_disposition(number, disposition).await.map_err(from_store_error)
     }
 }

@@ -246,7 +246,7 @@ impl Utp {
             }
             let now_ms = self.core.clock.now_ms();
             if now_ms >= until_ms || self.core.shutdown.is_cancelled() {
-                let message = format!("{} of {} calls are not in", open.len(), calls.len());
+                let message = format!("{} of {} calls have not ended", open.len(), calls.len());
                 let detail = json!({ "waiting": open, "status": "suspended", "turn_epoch": epoch });
                 return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
             }
@@ -341,7 +341,7 @@ impl Utp {
             TurnTransition::Suspend => {
                 let calls = self.step_calls(turn).await?;
                 if !calls.iter().any(|call| call.epoch == turn.epoch) {
-                    let message = "there is nothing to wait for: no call is out";
+                    let message = "no call is in flight, so there is nothing to wait for";
                     return Err(conflict(turn, message.into()));
                 }
                 turn.status = TurnStatus::Suspended;
@@ -477,7 +477,7 @@ impl Utp {
         match saved.map_err(from_store_error)? {
             SaveResult::Saved => Ok(turn),
             SaveResult::Conflict => {
-                let message = "another request changed the turn meanwhile; look at it again";
+                let message = "another request changed the turn meanwhile; read it again";
                 Err(conflict(&turn, message.to_owned()))
             }
         }

@@ -137,9 +137,9 @@ async fn attempt_delivery(
     // The receiver may read the call as soon as it is notified, so the end must be visible first.
     webhooks.calls.wait_until_visible(id, |call| call.status.is_terminal()).await;
     let began_ms = webhooks.core.clock.wall_ms();
-    let notice = WebhookMessage { delivery: stored, call };
+    let message = WebhookMessage { delivery: stored, call };
     let answer = tokio::select! {
-        answer = notifier.send(notice) => answer,
+        answer = notifier.send(message) => answer,
         // No result is stored, so the next start repeats the attempt.
         () = webhooks.core.shutdown.cancelled() => return,
     };

@@ -78,7 +78,8 @@ impl Webhooks {
         self.core.store.delivery(&caller.project, id).await.map_err(from_store_error)
     }
 
-    /// Delivers a webhook again, whatever its previous result: now, and with a new retry schedule.
+    /// Delivers a webhook again, regardless of its previous result: now, and with a new retry
+    /// schedule.
     pub async fn redeliver(&self, caller: &Caller, id: &CallId) -> Result<Delivery, Error> {
         loop {
             let Some((delivery, _)) = self.delivery(caller, id).await? else {

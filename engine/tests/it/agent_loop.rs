@@ -282,7 +282,7 @@ async fn only_transient_model_errors_are_retried() {
     let (next, mut conversation) = run(&fixture, &script, &options()).await;
     let error = next.unwrap_err();
     assert_eq!(error.code(), Code::UpstreamUnavailable);
-    assert!(error.to_string().contains("asked 3 times"), "{error}");
+    assert!(error.to_string().contains("(3 attempts)"), "{error}");
     // Nothing is lost: the same conversation continues.
     let script = Script::default().says("back");
     let caller = Caller::local("default");
@@ -336,7 +336,7 @@ async fn endless_empty_and_oversized_replies_are_cut_off() {
     }
     let script = Script::default().says("").says(" ");
     let error = run(&fixture, &script, &options).await.0.unwrap_err();
-    assert!(error.to_string().contains("answered with nothing"), "{error}");
+    assert!(error.to_string().contains("the answer was empty"), "{error}");
     let huge = "x".repeat(5 << 20);
     let script =
         Script::default().replies_with(|_| Ok(ModelReply { text: huge, ..ModelReply::default() }));

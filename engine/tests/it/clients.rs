@@ -12,7 +12,7 @@ use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::Code;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::Fallback;
-use toolcrib::maintenance::dispatch;
+use toolcrib::maintenance::claim_queued;
 use toolcrib::ports::store::MemoryStore;
 use toolcrib::registry::ClientRegistration;
 use toolcrib::{
@@ -93,7 +93,7 @@ async fn a_call_in_flight_keeps_its_slot_across_a_restart() {
     acknowledge(&before, &first, "c1").await.unwrap();
     let after = Engine::builder().store(store).build_idle().await.unwrap();
     assert_eq!(after.calls().recover().await.unwrap(), 2);
-    assert_eq!(dispatch::run_once(after.calls()).await, 0, "the only slot is taken");
+    assert_eq!(claim_queued::run_once(after.calls()).await, 0, "the only slot is taken");
     let third = invoke(&after, "x.one", None).await;
     assert_eq!(after.calls().queued_call_count(), 2);
     assert_eq!(after.calls().call(&caller(), &first).await.unwrap().status, Status::Running);
@@ -101,7 +101,7 @@ async fn a_call_in_flight_keeps_its_slot_across_a_restart() {
     report(&after, &first, Some("c1"), Ok(Json::empty_object())).await.unwrap();
     let mut session = connect(&after, "c1").await;
     for id in [second, third] {
-        assert_eq!(dispatch::run_once(after.calls()).await, 1, "one at a time");
+        assert_eq!(claim_queued::run_once(after.calls()).await, 1, "one at a time");
         assert_eq!(next_work_item(&mut session).await.call_id, id);
         report(&after, &id, Some("c1"), Ok(Json::empty_object())).await.unwrap();
     }

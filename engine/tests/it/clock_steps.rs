@@ -10,7 +10,7 @@ use toolcrib::calls::Until;
 use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::call::Hold;
 use toolcrib::domain::call::approval::ApprovalScope;
-use toolcrib::maintenance::{deadlines, dispatch, purge};
+use toolcrib::maintenance::{claim_queued, deadlines, purge};
 use toolcrib::ports::clock::{Clock, ManualClock};
 use toolcrib::ports::store::{MemoryStore, Store};
 use toolcrib::{Call, CallId, CallRequest, Caller, Effect, Engine, Fault, FnTool, Status};
@@ -146,10 +146,10 @@ async fn a_retry_is_due_at_its_time_although_the_clock_is_stepped() {
         node.clock.step_wall(step_ms);
         node.clock.advance(at_ms - START_MS - 1);
         node.run_timers().await;
-        assert_eq!(dispatch::run_once(node.engine.calls()).await, 0, "{step_ms}: not due");
+        assert_eq!(claim_queued::run_once(node.engine.calls()).await, 0, "{step_ms}: not due");
         node.clock.advance(1);
         node.run_timers().await;
-        assert_eq!(dispatch::run_once(node.engine.calls()).await, 1, "{step_ms}: due");
+        assert_eq!(claim_queued::run_once(node.engine.calls()).await, 1, "{step_ms}: due");
     }
 }
 

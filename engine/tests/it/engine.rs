@@ -14,7 +14,7 @@ use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicyPatch};
 use toolcrib::domain::tool::Fallback;
 use toolcrib::domain::tool::args::{ArgumentMapping, ArgumentSource as Comes};
-use toolcrib::maintenance::{deadlines, dispatch, purge};
+use toolcrib::maintenance::{claim_queued, deadlines, purge};
 use toolcrib::ports::clock::ManualClock;
 use toolcrib::ports::core::ExecutionPolicies;
 use toolcrib::ports::store::{MemoryStore, RunToolDefinitions, Store};
@@ -219,7 +219,7 @@ async fn deadlines_retries_and_retention_use_the_engines_clock() {
     clock.advance(5_000);
     deadlines::run_once(engine.calls()).await;
     assert_eq!(engine.calls().call(&caller, &stuck).await.unwrap().status, Status::Timeout);
-    assert_eq!(dispatch::run_once(engine.calls()).await, 1, "the retry is due");
+    assert_eq!(claim_queued::run_once(engine.calls()).await, 1, "the retry is due");
     assert_eq!(purge::run_once(engine.calls(), 1_000).await.unwrap(), 0, "too young");
     clock.advance(1_001);
     assert_eq!(purge::run_once(engine.calls(), 1_000).await.unwrap(), 1);

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod access_rules;
 mod agent_loop;
 mod batch;
 mod clients;

@@ -181,7 +181,7 @@ async fn a_run_that_failed_on_an_unavailable_model_can_be_resumed() {
     assert_eq!(run.status, RunStatus::Failed);
     let error = run.error.unwrap();
     assert_eq!(error.code, "UPSTREAM_UNAVAILABLE");
-    assert!(error.message.contains("asked 2 times"), "{error:?}");
+    assert!(error.message.contains("(2 attempts)"), "{error:?}");
     assert_eq!(messages(&engine, &id).await.len(), 3, "everything so far is kept");
     engine.runs().resume_run(&caller(), &id).await.unwrap();
     let run = wait_for_end(&engine, &id).await;

@@ -17,7 +17,7 @@ use toolcrib::clients::{ClientMessage, ClientSession, Redelivery, Transport, Wor
 use toolcrib::domain::directory::UnlistedTools;
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
-use toolcrib::maintenance::{client_leases, deadlines, directory_refresh, dispatch};
+use toolcrib::maintenance::{claim_queued, client_leases, deadlines, directory_refresh};
 use toolcrib::ports::clock::{Clock, ManualClock};
 use toolcrib::ports::core::ExecutionPolicies;
 use toolcrib::ports::store::{CallFilter, EventScope, Store};
@@ -113,7 +113,7 @@ impl World {
         match self.rng.below(13) {
             0..=3 => self.invoke().await,
             4 => self.clock.advance(self.rng.below(4_000)),
-            5 => drop(dispatch::run_once(self.engine.calls()).await),
+            5 => drop(claim_queued::run_once(self.engine.calls()).await),
             6 => drop(deadlines::run_once(self.engine.calls()).await),
             7 => {
                 client_leases::run_once(self.engine.clients());
@@ -204,7 +204,7 @@ impl World {
         for _ in 0..60 {
             self.settle().await;
             self.clock.advance(1_000);
-            dispatch::run_once(self.engine.calls()).await;
+            claim_queued::run_once(self.engine.calls()).await;
             deadlines::run_once(self.engine.calls()).await;
         }
         let open = self.store.open_calls(0, 10).await.unwrap();

@@ -249,6 +249,10 @@ impl Store for FlakyStore {
         self.fail_sometimes()
     }
 
+    async fn wait_for_failure(&self) -> String {
+        self.inner.wait_for_failure().await
+    }
+
     fn utp(&self) -> &dyn toolcrib::ports::store::utp::UtpStore {
         self.inner.utp()
     }

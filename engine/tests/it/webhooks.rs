@@ -47,7 +47,7 @@ impl Receiver {
     }
 
     fn received_ids(&self) -> Vec<String> {
-        self.received.lock().iter().map(|notice| notice.delivery.message_id()).collect()
+        self.received.lock().iter().map(|message| message.delivery.message_id()).collect()
     }
 }
 
@@ -62,9 +62,9 @@ impl WebhookSender for Receiver {
         if url.starts_with("https://") { Ok(url.to_owned()) } else { Err("must be https".into()) }
     }
 
-    async fn send(&self, notice: WebhookMessage) -> DeliveryResponse {
-        let slow = notice.delivery.url.contains("slow");
-        self.received.lock().push(notice);
+    async fn send(&self, message: WebhookMessage) -> DeliveryResponse {
+        let slow = message.delivery.url.contains("slow");
+        self.received.lock().push(message);
         if slow {
             self.slow_requests.fetch_add(1, Ordering::SeqCst);
             self.slow.notified().await;
@@ -212,9 +212,9 @@ async fn a_delivery_is_sent_after_a_crash_between_end_and_delivery() {
     drop(before);
     let after = WebhookTest::on(store, clock, Receiver::responding_with(&[])).await;
     assert_eq!(after.run().await, 1);
-    let notice = after.receiver.received.lock()[0].clone();
-    assert_eq!(notice.call.id, id);
-    assert_eq!(notice.call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), "\"done\"");
+    let message = after.receiver.received.lock()[0].clone();
+    assert_eq!(message.call.id, id);
+    assert_eq!(message.call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), "\"done\"");
     assert_eq!(after.delivery(&id).await.0.status, DeliveryStatus::Delivered);
 }
 

@@ -60,7 +60,7 @@ impl DestinationRules {
         }
         let message = match private {
             _ if !is_listed => {
-                format!("{origin} may not be asked: it is not in the setting http.hosts")
+                format!("{origin} is not allowed: it is not in the setting http.hosts")
             }
             Some(reason) => format!("the tool's URL {reason}"),
             None => return Ok(()),
@@ -117,7 +117,7 @@ mod tests {
         let message = check("https://b.example/x").unwrap_err().message;
         assert_eq!(
             message,
-            "https://b.example may not be asked: it is not in the setting http.hosts"
+            "https://b.example is not allowed: it is not in the setting http.hosts"
         );
     }
 }

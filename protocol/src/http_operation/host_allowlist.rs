@@ -40,32 +40,32 @@ fn normalize_host(host: &str) -> String {
 }
 
 fn parse_host_pattern(text: &str) -> Result<HostPattern, String> {
-    let wrong = || {
+    let invalid = || {
         format!(
-            "\"{text}\" is no host: write api.example.com, *.example.com, \
-             api.example.com:8443 or http://127.0.0.1:8080"
+            "\"{text}\" is not a host; write api.example.com, *.example.com, api.example.com:8443 \
+             or http://127.0.0.1:8080"
         )
     };
     let (scheme, rest) = text.split_once("://").unwrap_or(("https", text));
     if !matches!(scheme, "http" | "https") {
-        return Err(wrong());
+        return Err(invalid());
     }
     let (wild, rest) = match rest.strip_prefix("*.") {
         Some(rest) => ("*.", rest),
         None => ("", rest),
     };
     // Parsed as a URL, so that the entry has the same normalized form as the URLs compared with it.
-    let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| wrong())?;
-    let plain = url.path() == "/" && url.query().is_none() && url.username().is_empty();
+    let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| invalid())?;
+    let has_only_origin = url.path() == "/" && url.query().is_none() && url.username().is_empty();
     match (url.host_str(), url.port_or_known_default()) {
-        (Some(host), Some(port)) if plain && !host.is_empty() && !host.contains('*') => {
+        (Some(host), Some(port)) if has_only_origin && !host.is_empty() && !host.contains('*') => {
             Ok(HostPattern {
                 scheme: scheme.to_owned(),
                 host: format!("{wild}{}", normalize_host(host)),
                 port,
             })
         }
-        _ => Err(wrong()),
+        _ => Err(invalid()),
     }
 }
 

@@ -119,17 +119,17 @@ pub fn build_request(
 ) -> Result<OperationRequest, Fault> {
     let read = JinaOptions::from_options(options).map_err(bad_request_fault)?;
     let (mode, base) = resolve_mode_and_base(&read, endpoints)?;
-    let mut asked = read.jina["defaults"].as_object().cloned().unwrap_or_default();
-    asked.extend(args.clone());
+    let mut params = read.jina["defaults"].as_object().cloned().unwrap_or_default();
+    params.extend(args.clone());
     let path = match mode {
         JinaMode::Search => {
-            let query = take_first_present(&mut asked, ["q", "query"])
+            let query = take_first_present(&mut params, ["q", "query"])
                 .ok_or_else(|| bad_request_fault("q (or query) is needed: what to search for"))?;
-            asked.insert("q".into(), query);
+            params.insert("q".into(), query);
             read.text("path").unwrap_or("/search").to_owned()
         }
         JinaMode::Reader => {
-            let url = take_first_present(&mut asked, ["url", "target_url"])
+            let url = take_first_present(&mut params, ["url", "target_url"])
                 .ok_or_else(|| bad_request_fault("url (or target_url) is needed: what to read"))?;
             let url = url.as_str().map(str::to_owned).unwrap_or_else(|| url.to_string());
             let template = read.text("endpoint_template").unwrap_or("/{url}");
@@ -144,12 +144,12 @@ pub fn build_request(
     let mut body = None;
     if method == "GET" {
         let mut query = Vec::new();
-        append_query(&asked, &mut query);
+        append_query(&params, &mut query);
         if !query.is_empty() {
             url.query_pairs_mut().extend_pairs(query);
         }
     } else {
-        let bytes = Value::Object(asked).to_string().into_bytes();
+        let bytes = Value::Object(params).to_string().into_bytes();
         body = Some(("application/json".to_owned(), bytes));
     }
     let headers = build_headers(&read, &mut secrets, environment);

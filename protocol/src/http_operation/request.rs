@@ -129,7 +129,7 @@ impl HttpOperation {
             text.push_str(query);
         }
         Url::parse(&text)
-            .map_err(|error| bad_request_fault(format!("the definition's url is none: {error}")))
+            .map_err(|error| bad_request_fault(format!("the definition's url is invalid: {error}")))
     }
 
     fn build_body(
@@ -254,7 +254,7 @@ impl RequestBodySpec {
                 Value::Object(fields)
             }
         };
-        let (usual, bytes) = match (self.encoding, &value) {
+        let (content_type, bytes) = match (self.encoding, &value) {
             (BodyEncoding::Json, _) => ("application/json", value.to_string().into_bytes()),
             (BodyEncoding::Form, Value::Object(fields)) => {
                 let mut pairs = Vec::new();
@@ -274,7 +274,7 @@ impl RequestBodySpec {
                 ("text/plain; charset=utf-8", scalar_to_string(&value).into_bytes())
             }
         };
-        Ok(Some((self.content_type.clone().unwrap_or_else(|| usual.to_owned()), bytes)))
+        Ok(Some((self.content_type.clone().unwrap_or_else(|| content_type.to_owned()), bytes)))
     }
 
     /// Returns the parameter for a form field, which is serialized like a query parameter.

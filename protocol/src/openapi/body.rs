@@ -64,9 +64,9 @@ fn parse_field_styles(media: &Value) -> Result<BTreeMap<String, FormFieldStyle>,
         let style = parse_style(definition, &format!("the field {name}"))?;
         let explode = definition["explode"].as_bool();
         // If a style or explode is set, OpenAPI ignores the content type.
-        let plain = style.is_none() && explode.is_none();
-        let json =
-            plain && definition["contentType"].as_str().is_some_and(|kind| kind.contains("json"));
+        let is_plain = style.is_none() && explode.is_none();
+        let json = is_plain
+            && definition["contentType"].as_str().is_some_and(|kind| kind.contains("json"));
         styles.insert(name.clone(), FormFieldStyle { style, explode, json });
     }
     Ok(styles)
@@ -74,12 +74,12 @@ fn parse_field_styles(media: &Value) -> Result<BTreeMap<String, FormFieldStyle>,
 
 fn select_media_type(body: &Value) -> Option<(&str, BodyEncoding, &Value)> {
     let content = body["content"].as_object()?;
-    let plain = |kind: &str| {
+    let is_plain = |kind: &str| {
         let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
         if kind.ends_with("+json") || kind == "*/*" { "application/json".to_owned() } else { kind }
     };
     MEDIA_TYPES.iter().find_map(|(media_type, encoding)| {
-        let (kind, media) = content.iter().find(|(kind, _)| plain(kind) == *media_type)?;
+        let (kind, media) = content.iter().find(|(kind, _)| is_plain(kind) == *media_type)?;
         let kind = if kind == "*/*" { *media_type } else { kind.as_str() };
         Some((kind, *encoding, media))
     })
@@ -102,8 +102,8 @@ fn flatten_fields(
         schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     // An optional body with required fields must stay one argument.
     let all_or_nothing = !required && !needs.is_empty();
-    let plain = !composed.iter().any(|word| schema.get(*word).is_some());
-    if properties.is_empty() || !plain || open || clash || all_or_nothing {
+    let is_plain = !composed.iter().any(|word| schema.get(*word).is_some());
+    if properties.is_empty() || !is_plain || open || clash || all_or_nothing {
         return Ok(None);
     }
     let mut names = Vec::new();

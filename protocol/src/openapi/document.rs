@@ -39,7 +39,7 @@ impl<'a> OpenApiDocument<'a> {
         if !old && !version.starts_with("3.1") {
             let excerpt: String = version.chars().take(20).collect();
             return Err(match root.get("swagger") {
-                Some(_) => "Swagger 2 is not read; convert it to OpenAPI 3 first".to_owned(),
+                Some(_) => "Swagger 2 is not supported; convert it to OpenAPI 3 first".to_owned(),
                 None => format!("openapi must be 3.0 or 3.1, not {excerpt}"),
             });
         }
@@ -51,7 +51,7 @@ impl<'a> OpenApiDocument<'a> {
     pub(super) fn resolve_pointer(&self, reference: &str) -> Result<&'a Value, String> {
         let excerpt: String = reference.chars().take(120).collect();
         let Some(pointer) = reference.strip_prefix('#') else {
-            return Err(format!("$ref \"{excerpt}\" leads out of the document"));
+            return Err(format!("$ref \"{excerpt}\" points outside the document"));
         };
         // A pointer in a fragment is percent-encoded.
         let decoded = percent_decode_str(pointer).decode_utf8();
@@ -71,7 +71,7 @@ impl<'a> OpenApiDocument<'a> {
                 None => return Ok(value),
             }
         }
-        Err(format!("a $ref leads on more than {MAX_HOPS} times, or in a circle"))
+        Err(format!("a chain of $ref is circular or longer than {MAX_HOPS}"))
     }
 
     /// Returns whether a schema has constraints besides its `$ref`. They count since 3.1.

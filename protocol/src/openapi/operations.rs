@@ -74,14 +74,14 @@ fn path_placeholders(path: &str) -> Vec<&str> {
 fn server_url(
     document: &OpenApiDocument<'_>,
     endpoint: &DocumentOperation<'_>,
-    asked: Option<&str>,
+    server_url: Option<&str>,
 ) -> Result<String, String> {
     let servers =
         [&endpoint.operation["servers"], &endpoint.item["servers"], &document.root["servers"]];
     let server = servers.into_iter().find_map(|servers| servers.get(0));
     let declared = server.and_then(|server| server["url"].as_str());
-    let mut url = asked.or(declared).unwrap_or_default().to_owned();
-    if asked.is_none() {
+    let mut url = server_url.or(declared).unwrap_or_default().to_owned();
+    if server_url.is_none() {
         let variables = server.and_then(|server| server["variables"].as_object());
         for (name, variable) in variables.into_iter().flatten() {
             let value = variable["default"].as_str().unwrap_or_default();

@@ -49,10 +49,10 @@ pub(super) fn merge_parameters<'a>(
     for list in [&endpoint.item["parameters"], &endpoint.operation["parameters"]] {
         for entry in list.as_array().into_iter().flatten() {
             let parameter = document.resolve(entry)?;
-            let same = |existing: &&Value| {
+            let is_same = |existing: &&Value| {
                 existing["name"] == parameter["name"] && existing["in"] == parameter["in"]
             };
-            all.retain(|existing| !same(existing));
+            all.retain(|existing| !is_same(existing));
             all.push(parameter);
         }
     }
@@ -67,8 +67,9 @@ pub(super) fn parse_parameter(
     let name = definition["name"].as_str().filter(|name| !name.is_empty());
     let name = name.ok_or("a parameter has no name")?;
     let location = definition["in"].as_str().unwrap_or_default();
-    let location: ParameterLocation = serde_json::from_value(json!(location))
-        .map_err(|_| format!("the parameter {name} is in \"{location}\", which is no place"))?;
+    let location: ParameterLocation = serde_json::from_value(json!(location)).map_err(|_| {
+        format!("the parameter {name} is in \"{location}\", which is not a location of parameters")
+    })?;
     // OpenAPI reserves these headers, even if a document lists them as parameters.
     let ignored = ["accept", "content-type", "authorization"];
     if location == ParameterLocation::Header
@@ -106,7 +107,8 @@ pub(super) fn parse_style(
 ) -> Result<Option<ParameterStyle>, String> {
     let Some(style) = definition["style"].as_str() else { return Ok(None) };
     let read = serde_json::from_value(json!(style));
-    read.map(Some).map_err(|_| format!("{subject} has the style \"{style}\", which is not written"))
+    read.map(Some)
+        .map_err(|_| format!("{subject} has the style \"{style}\", which is not supported"))
 }
 
 /// Returns a unique argument name: two parameters may have one name in different locations.

@@ -121,8 +121,8 @@ impl<'a> SchemaTranslator<'a> {
             return Err(format!("its schemas refer to more than {MAX_DEFS} others"));
         }
         let last = reference.rsplit('/').next().unwrap_or("schema");
-        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
-        let base: String = last.chars().map(plain).collect();
+        let sanitize = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
+        let base: String = last.chars().map(sanitize).collect();
         let is_used = |name: &str| self.defs.values().any(|(existing, _)| existing == name);
         let mut name = base.clone();
         let mut n = 2;

@@ -59,13 +59,15 @@ fn parse_scheme(
                 Some("query") => ParameterLocation::Query,
                 Some("header") => ParameterLocation::Header,
                 Some("cookie") => ParameterLocation::Cookie,
-                _ => return Err(format!("the security scheme \"{name}\" is in no place")),
+                _ => return Err(format!("the security scheme \"{name}\" has no valid location")),
             };
             let key = scheme["name"].as_str().filter(|key| !key.is_empty());
             let key = key.ok_or_else(|| format!("the security scheme \"{name}\" has no name"))?;
             Ok(OperationAuth::ApiKey { location, name: key.to_owned(), env: env("") })
         }
-        (kind, _) => Err(format!("the security scheme \"{name}\" ({kind} {http}) is not written")),
+        (kind, _) => {
+            Err(format!("the security scheme \"{name}\" ({kind} {http}) is not supported"))
+        }
     }
 }
 

@@ -171,7 +171,7 @@ fn operations_that_cannot_be_imported_are_skipped_with_a_reason() {
         let found = skipped.iter().find(|skipped| skipped.operation == operation);
         found.unwrap_or_else(|| panic!("{operation}: {skipped:?}")).reason.clone()
     };
-    assert!(reason("GET /z").contains("leads out of the document"));
+    assert!(reason("GET /z").contains("points outside the document"));
     assert!(reason("PUT /z").contains("neither JSON"));
     assert!(reason("TRACE /z").contains("TRACE"));
     assert_eq!(skipped.len(), 3, "{skipped:?}");
@@ -212,7 +212,9 @@ fn circular_references_terminate() {
     let import = import(&document, "p", &ImportOptions::default(), 1).unwrap();
     assert!(import.tools.is_empty());
     let reasons: Vec<&str> = import.skipped.iter().map(|s| s.reason.as_str()).collect();
-    for (reason, word) in reasons.iter().zip(["circle", "circle", "nowhere", "{id}", "whole URL"]) {
+    for (reason, word) in
+        reasons.iter().zip(["circular", "circular", "nowhere", "{id}", "whole URL"])
+    {
         assert!(reason.contains(word), "{word}: {reason}");
     }
 }
@@ -233,10 +235,10 @@ fn names_are_sanitized() {
 
 #[test]
 fn a_repeated_operation_id_names_only_the_first_operation() {
-    let same = |path: &str| json!({ "get": { "operationId": "list", "summary": path } });
+    let list_operation = |path: &str| json!({ "get": { "operationId": "list", "summary": path } });
     let document = json!({
         "openapi": "3.1.0", "info": { "title": "x" }, "servers": [{ "url": "https://x.y" }],
-        "paths": { "/cats": same("cats"), "/dogs": same("dogs"), "/emus": same("emus") },
+        "paths": { "/cats": list_operation("cats"), "/dogs": list_operation("dogs"), "/emus": list_operation("emus") },
     });
     let selected = ImportOptions { prefix: Some("zoo".into()), server: None };
     let import = import(&document, "p", &selected, 1_000).unwrap();

@@ -37,7 +37,7 @@ pub enum NatsPublishError {
     #[error("it is over the broker's limit for a message (max_payload)")]
     TooLarge,
     /// The streams exist, but none of them takes the subject.
-    #[error("no stream takes its subject")]
+    #[error("no stream accepts its subject")]
     NoStream,
     /// The message can never be published.
     #[error("{0}")]
@@ -93,8 +93,8 @@ impl NatsConnection {
             .name(name)
             .retry_on_initial_connect()
             .max_reconnects(None)
-            .reconnect_delay_callback(|tries| {
-                Duration::from_millis((50 * tries.min(20) as u64).min(1_000))
+            .reconnect_delay_callback(|attempts| {
+                Duration::from_millis((50 * attempts.min(20) as u64).min(1_000))
             })
             .request_timeout(Some(Duration::from_secs(10)))
             .client_capacity(8_192)

@@ -114,8 +114,8 @@ fn parse_report(
     };
     let epoch = needed("turn_epoch", "cg-turn-epoch")?;
     let depth = header("cg-recursion-depth").map(|text| {
-        let whole = || malformed_report("CG-Recursion-Depth must be a whole number from 0");
-        text.trim().parse::<u32>().map_err(|_| whole())
+        let invalid_depth = || malformed_report("CG-Recursion-Depth must be a whole number from 0");
+        text.trim().parse::<u32>().map_err(|_| invalid_depth())
     });
     Ok(ToolServiceReport {
         tool_call_id: needed("tool_call_id", "cg-tool-call-id")?,

@@ -142,7 +142,7 @@ pub const EFFECT_HEADER: &str = "Toolcrib-Effect";
 pub const DEADLINE_HEADER: &str = "Toolcrib-Deadline-At-Ms";
 
 /// Encodes the headers and the payload of an outbox message for a protocol version. A value that is
-/// not a valid header is left out.
+/// not a valid header is omitted.
 pub fn encode_outbox_message(version: &str, message: &OutboxMessage) -> (HeaderMap, Value) {
     let mut headers = base_headers(version, "dict", "");
     for (name, value) in &message.headers {

@@ -57,20 +57,23 @@ async fn main() -> anyhow::Result<()> {
         args: vec![UPSTREAM.to_owned()],
         ..McpServerSettings::default()
     };
-    let keeper = McpServerReconciler::start(
+    let reconciler = McpServerReconciler::start(
         engine.clone(),
         behind,
         vec![settings],
         McpServerAdmissionSettings::default(),
         SecretPolicy::default(),
     );
-    if !keeper.wait_until_ready("default", tools::SUITE, Duration::from_secs(30)).await {
-        bail!("its MCP server: {}", keeper.problem("default", tools::SUITE).unwrap_or_default());
+    if !reconciler.wait_until_ready("default", tools::SUITE, Duration::from_secs(30)).await {
+        bail!(
+            "its MCP server: {}",
+            reconciler.problem("default", tools::SUITE).unwrap_or_default()
+        );
     }
     let settings =
         mcp::McpTransportSettings { task_after_ms: 300, ..mcp::McpTransportSettings::default() };
-    let shelf: Arc<mcp_servers::UpstreamPassthrough> = keeper.passthrough();
-    let router = mcp::router(McpTransport::with_passthrough(engine, settings, shelf));
+    let passthrough: Arc<mcp_servers::UpstreamPassthrough> = reconciler.passthrough();
+    let router = mcp::router(McpTransport::with_passthrough(engine, settings, passthrough));
     let listener = tokio::net::TcpListener::bind(&listen)
         .await
         .with_context(|| format!("cannot listen on {listen}"))?;

@@ -74,17 +74,18 @@ async fn answered(name: &str, attempt: &Attempt) -> Value {
         // Long enough to become a task.
         tokio::time::sleep(Duration::from_millis(800)).await;
     }
-    let answers = attempt.elicitation.as_ref().map(|dialogue| dialogue.answers.clone());
+    let answers = attempt.elicitation.as_ref().map(|elicitation| elicitation.answers.clone());
     text(&format!("Answered: {}", Value::Object(answers.unwrap_or_default())))
 }
 
 /// Returns the input requests of a tool that are not all answered yet.
 fn asks(tool: &str, args: &Value, attempt: &Attempt) -> Option<ElicitationRequest> {
-    let asked = tools::questions(tool, args)?;
-    let dialogue = attempt.elicitation.as_deref();
-    let heard = |key: &String| dialogue.is_some_and(|dialogue| dialogue.answers.contains_key(key));
-    let open = !asked.keys().all(heard);
-    open.then(|| ElicitationRequest { questions: asked, source_state: Some("first".to_owned()) })
+    let questions = tools::questions(tool, args)?;
+    let elicitation = attempt.elicitation.as_deref();
+    let is_answered =
+        |key: &String| elicitation.is_some_and(|elicitation| elicitation.answers.contains_key(key));
+    let open = !questions.keys().all(is_answered);
+    open.then(|| ElicitationRequest { questions, source_state: Some("first".to_owned()) })
 }
 
 fn text(text: &str) -> Value {

@@ -173,7 +173,7 @@ pub fn questions(tool: &str, args: &Value) -> Option<Map<String, Value>> {
     let name = || json!({ "name": { "type": "string" } });
     let ok = || json!({ "ok": { "type": "boolean" } });
     let argument = |key: &str| args[key].as_str().unwrap_or_default();
-    let asked = match tool {
+    let questions = match tool {
         "test_input_required_result_elicitation" | "test_streaming_elicitation" => {
             json!({ "user_name": form_question("What is your name?", name(), &["name"]) })
         }
@@ -224,7 +224,7 @@ pub fn questions(tool: &str, args: &Value) -> Option<Map<String, Value>> {
         }),
         _ => return None,
     };
-    Some(object(asked))
+    Some(object(questions))
 }
 
 fn defaults() -> Value {

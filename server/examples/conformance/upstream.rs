@@ -67,21 +67,22 @@ fn result(content: &[Value], is_error: bool) -> Result<CallToolResponse, ErrorDa
 }
 
 /// Requests input, with the state to resume from.
-fn asking(questions: Value, state: &str) -> Result<InputRequiredResult, ErrorData> {
+fn input_required(questions: Value, state: &str) -> Result<InputRequiredResult, ErrorData> {
     Ok(InputRequiredResult::new(Some(typed(questions)?), Some(state.to_owned())))
 }
 
 /// Returns the input requests that a tool makes before it can continue, with its state.
-fn asks(asked: &CallToolRequestParams, args: &Value) -> Result<Option<Value>, ErrorData> {
-    let Some(first) = tools::questions(&asked.name, args) else { return Ok(None) };
-    let state = asked.request_state.as_deref();
-    if asked.name == "test_input_required_result_multi_round" && state == Some("first") {
+fn asks(params: &CallToolRequestParams, args: &Value) -> Result<Option<Value>, ErrorData> {
+    let Some(first) = tools::questions(&params.name, args) else { return Ok(None) };
+    let state = params.request_state.as_deref();
+    if params.name == "test_input_required_result_multi_round" && state == Some("first") {
         let fields = json!({ "color": { "type": "string" } });
         let step = form_question("Step 2: What is your favorite color?", fields, &["color"]);
         return Ok(Some(json!({ "questions": { "step2": step }, "state": "second" })));
     }
-    let heard = |key: &String| asked.input_responses.as_ref().is_some_and(|a| a.contains_key(key));
-    if state == Some("second") || first.keys().all(heard) {
+    let is_answered =
+        |key: &String| params.input_responses.as_ref().is_some_and(|a| a.contains_key(key));
+    if state == Some("second") || first.keys().all(is_answered) {
         return Ok(None);
     }
     Ok(Some(json!({ "questions": first, "state": "first" })))
@@ -116,15 +117,15 @@ impl Upstream {
 
     async fn run(
         &self,
-        asked: CallToolRequestParams,
+        params: CallToolRequestParams,
         context: &RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let args = Value::Object(asked.arguments.clone().unwrap_or_default());
-        if let Some(asks) = asks(&asked, &args)? {
+        let args = Value::Object(params.arguments.clone().unwrap_or_default());
+        if let Some(asks) = asks(&params, &args)? {
             let state = asks["state"].as_str().unwrap_or_default().to_owned();
-            return Ok(asking(asks["questions"].clone(), &state)?.into());
+            return Ok(input_required(asks["questions"].clone(), &state)?.into());
         }
-        match &*asked.name {
+        match &*params.name {
             "test_simple_text" => {
                 result(&[text("This is a simple text response for testing.")], false)
             }
@@ -162,7 +163,7 @@ impl Upstream {
                 self.change(Changed::Prompts);
                 result(&[text("Changed")], false)
             }
-            _ => answered(asked.request_state.as_deref(), asked.input_responses),
+            _ => answered(params.request_state.as_deref(), params.input_responses),
         }
     }
 }
@@ -206,7 +207,7 @@ impl ServerHandler for Upstream {
 
     async fn list_tools(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
         Ok(ListToolsResult::with_all_items(self.tools()))
@@ -214,15 +215,15 @@ impl ServerHandler for Upstream {
 
     async fn call_tool(
         &self,
-        asked: CallToolRequestParams,
+        params: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        self.run(asked, &context).await
+        self.run(params, &context).await
     }
 
     async fn list_resources(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
         let resource = |uri: &str, kind: &str| Resource::new(uri, uri).with_mime_type(kind);
@@ -235,7 +236,7 @@ impl ServerHandler for Upstream {
 
     async fn list_resource_templates(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListResourceTemplatesResult, ErrorData> {
         let template = ResourceTemplate::new("test://template/{id}/data", "template")
@@ -245,10 +246,10 @@ impl ServerHandler for Upstream {
 
     async fn read_resource(
         &self,
-        asked: ReadResourceRequestParams,
+        params: ReadResourceRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
-        let uri = asked.uri;
+        let uri = params.uri;
         let id = uri.strip_prefix("test://template/").and_then(|rest| rest.strip_suffix("/data"));
         let contents = match (uri.as_str(), id) {
             ("test://static-text" | "test://watched-resource", _) => {
@@ -269,7 +270,7 @@ impl ServerHandler for Upstream {
 
     async fn list_prompts(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         let mut prompts = vec![
@@ -287,15 +288,15 @@ impl ServerHandler for Upstream {
 
     async fn get_prompt(
         &self,
-        asked: GetPromptRequestParams,
+        params: GetPromptRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<GetPromptResponse, ErrorData> {
         let argument = |name: &str| {
             let value =
-                asked.arguments.as_ref().and_then(|arguments| arguments.get(name)?.as_str());
+                params.arguments.as_ref().and_then(|arguments| arguments.get(name)?.as_str());
             value.unwrap_or_default().to_owned()
         };
-        match asked.name.as_str() {
+        match params.name.as_str() {
             "test_simple_prompt" => messages(&[text("This is a simple prompt for testing.")]),
             "test_prompt_with_arguments" => {
                 let (one, two) = (argument("arg1"), argument("arg2"));
@@ -309,7 +310,7 @@ impl ServerHandler for Upstream {
             "test_prompt_with_image" => {
                 messages(&[image(), text("Please analyze the image above.")])
             }
-            "test_input_required_result_prompt" => match asked.input_responses {
+            "test_input_required_result_prompt" => match params.input_responses {
                 Some(answers) if !answers.is_empty() => {
                     messages(&[text(&format!("Answered: {}", json!(answers)))])
                 }
@@ -327,20 +328,20 @@ impl ServerHandler for Upstream {
 
     async fn complete(
         &self,
-        asked: CompleteRequestParams,
+        params: CompleteRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<CompleteResult, ErrorData> {
         let words = ["paris", "park", "party", "test", "tester"];
-        let fitting = words.into_iter().filter(|word| word.starts_with(&asked.argument.value));
+        let fitting = words.into_iter().filter(|word| word.starts_with(&params.argument.value));
         let info = CompletionInfo::new(fitting.map(str::to_owned).collect());
         Ok(CompleteResult::new(info.map_err(|error| ErrorData::internal_error(error, None))?))
     }
 
     fn accepted_subscription_filter(
         &self,
-        asked: &SubscriptionFilter,
+        params: &SubscriptionFilter,
     ) -> Option<SubscriptionFilter> {
-        Some(asked.clone())
+        Some(params.clone())
     }
 
     async fn listen(&self, subscription: SubscriptionContext) -> Result<(), ErrorData> {
@@ -350,11 +351,11 @@ impl ServerHandler for Upstream {
                 () = subscription.cancelled() => return Ok(()),
                 changed = changes.recv() => changed,
             };
-            let notice: ServerNotification = match changed {
+            let notification: ServerNotification = match changed {
                 Ok(Changed::Prompts) => PromptListChangedNotification::default().into(),
                 _ => ToolListChangedNotification::default().into(),
             };
-            let _ = subscription.sink().send(notice).await;
+            let _ = subscription.sink().send(notification).await;
         }
     }
 }

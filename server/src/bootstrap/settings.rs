@@ -74,7 +74,7 @@ pub fn secret_policy(config: &Config) -> anyhow::Result<SecretPolicy> {
     policy.map_err(|reason| anyhow::anyhow!("secrets: {reason}"))
 }
 
-/// Returns the time after which finished calls are deleted, or `None` if they are kept forever.
+/// Returns the time after which finished calls are deleted, or `None` if they are never deleted.
 pub fn retention_ms(config: &Config) -> Option<u64> {
     days_as_ms(config.retention.finished_calls_days)
 }

@@ -93,14 +93,14 @@ impl CallCommandArgs {
     fn add_quoting_hint(&self, failure: CommandFailure) -> CommandFailure {
         let detail = failure.detail.as_ref();
         let problems = detail.and_then(|detail| detail["problems"].as_array());
-        let wrong = |name: &str| {
+        let out_of_range = |name: &str| {
             let pointer = format!("/{name}");
             problems.into_iter().flatten().any(|problem| problem["pointer"] == *pointer)
         };
         let pairs = self.pairs.iter().filter_map(|pair| pair.split_once('='));
         let consumed = pairs
             .filter(|(_, text)| serde_json::from_str::<Value>(text).is_ok_and(|v| !v.is_string()))
-            .find(|(name, _)| failure.code == "VALIDATION_ERROR" && wrong(name));
+            .find(|(name, _)| failure.code == "VALIDATION_ERROR" && out_of_range(name));
         match consumed {
             Some((name, text)) => {
                 let hint = format!("{text} was taken as JSON; for text write {name}='\"{text}\"'");
@@ -161,8 +161,8 @@ pub async fn run(
 }
 
 /// Submits the call and returns its ticket immediately: with the ticket the call can be found
-/// again, whatever happens to the server or to this process. If it is unknown whether the request
-/// arrived, it is sent again; its idempotency key makes both requests one call.
+/// again, regardless of what happens to the server or to this process. If it is unknown whether the
+/// request arrived, it is sent again; its idempotency key makes both requests one call.
 async fn submit_call(
     client: &ApiClient,
     path: &[&str],

@@ -128,14 +128,14 @@ pub async fn run(context: &CommandContext, args: CallsArgs) -> Result<(), Comman
 
 async fn list(context: &CommandContext, filters: CallFilters) -> Result<(), CommandFailure> {
     let since = filters.since.map(|ago| now_ms().saturating_sub(ago.as_millis() as u64));
-    let ask = ApiRequest::get(&["v1", "tool_calls"])
+    let request = ApiRequest::get(&["v1", "tool_calls"])
         .query("status", filters.status.map(|status| status.to_uppercase()))
         .query("tool_name", filters.tool)
         .query("run_id", filters.run)
         .query("since", since)
         .query("limit", filters.limit)
         .query("cursor", filters.cursor);
-    let answer = context.client()?.request_json(ask).await?;
+    let answer = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&answer);
@@ -215,13 +215,13 @@ async fn print_result(
     context: &CommandContext,
     args: ReadResultArgs,
 ) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::get(&["v1", "tool_calls", &args.id, "result"])
+    let request = ApiRequest::get(&["v1", "tool_calls", &args.id, "result"])
         .query("pointer", args.pointer)
         .query("offset", args.offset)
         .query("limit", args.limit)
         .query("grep", args.grep)
         .query("raw", args.raw.then_some(true));
-    let slice = context.client()?.request_json(ask).await?;
+    let slice = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&slice);

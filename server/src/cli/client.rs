@@ -107,14 +107,13 @@ impl ApiClient {
         let mut headers = HeaderMap::new();
         if let Some(key) = key {
             let mut value = header::HeaderValue::from_str(&format!("Bearer {key}"))
-                .map_err(|_| CommandFailure::usage("the key has characters that no key has"))?;
+                .map_err(|_| CommandFailure::usage("the key has invalid characters"))?;
             value.set_sensitive(true);
             headers.insert(header::AUTHORIZATION, value);
         }
         if let Some(project) = project {
-            let value = header::HeaderValue::from_str(project).map_err(|_| {
-                CommandFailure::usage("the project's name has characters it cannot have")
-            })?;
+            let value = header::HeaderValue::from_str(project)
+                .map_err(|_| CommandFailure::usage("the project name has invalid characters"))?;
             headers.insert("x-toolcrib-project", value);
         }
         Ok(Self {
@@ -142,9 +141,9 @@ impl ApiClient {
     }
 
     /// Sends a request and reads the response as JSON.
-    pub async fn request_json(&self, ask: ApiRequest<'_>) -> Result<Value, CommandFailure> {
-        let calls_tool = ask.is_tool_call;
-        let (status, kind, bytes) = self.exchange(&ask).await?;
+    pub async fn request_json(&self, request: ApiRequest<'_>) -> Result<Value, CommandFailure> {
+        let calls_tool = request.is_tool_call;
+        let (status, kind, bytes) = self.exchange(&request).await?;
         if status == StatusCode::NO_CONTENT {
             return Ok(Value::Null);
         }
@@ -254,8 +253,8 @@ impl ApiClient {
     /// Reads the operator token of a server on this machine after the server has refused an
     /// administrative request. Returns false if the request has a key, or there is no token that
     /// this server may receive.
-    fn adopt_operator_token(&self, ask: &ApiRequest<'_>, refusal: &[u8]) -> bool {
-        if self.has_key || !ask.is_administrative() || !is_loopback(&self.base) {
+    fn adopt_operator_token(&self, request: &ApiRequest<'_>, refusal: &[u8]) -> bool {
+        if self.has_key || !request.is_administrative() || !is_loopback(&self.base) {
             return false;
         }
         let refusal: Value = serde_json::from_slice(refusal).unwrap_or_default();
@@ -271,14 +270,15 @@ impl ApiClient {
 
     async fn execute(
         &self,
-        ask: &ApiRequest<'_>,
+        api_request: &ApiRequest<'_>,
         limit: Option<Duration>,
     ) -> Result<Response, CommandFailure> {
-        let mut request = self.request(ask.method.clone(), &ask.path)?.query(&ask.query);
-        if let Some(token) = self.operator_token.get().filter(|_| ask.is_administrative()) {
+        let mut request =
+            self.request(api_request.method.clone(), &api_request.path)?.query(&api_request.query);
+        if let Some(token) = self.operator_token.get().filter(|_| api_request.is_administrative()) {
             request = request.header(header::AUTHORIZATION, token.clone());
         }
-        if let Some(body) = &ask.body {
+        if let Some(body) = &api_request.body {
             request = request.json(body);
         }
         if let Some(limit) = limit {
@@ -312,7 +312,7 @@ impl ApiClient {
         {
             bytes.extend_from_slice(&chunk);
             if bytes.len() > MAX_RESPONSE_BYTES {
-                let message = format!("{} answers without an end", self.server());
+                let message = format!("the response of {} exceeds the size limit", self.server());
                 return Err(CommandFailure::new(exit::FAILURE, "NOT_JSON", message));
             }
         }
@@ -325,7 +325,7 @@ impl ApiClient {
             let message = format!("{server} did not answer in time");
             let failure =
                 CommandFailure { may_have_been_sent: true, ..CommandFailure::unreachable(message) };
-            return failure.hint("is it overloaded? toolcrib doctor looks");
+            return failure.hint("is it overloaded? toolcrib doctor checks it");
         }
         let message = format!("cannot reach {server}: {}", root_cause(error));
         CommandFailure {
@@ -339,7 +339,7 @@ impl ApiClient {
         let start: String = String::from_utf8_lossy(bytes).chars().take(100).collect();
         let kind = if kind.is_empty() { "no content type" } else { kind };
         let message = format!(
-            "{} answered with something that is not ours: status {}, {kind}: {}",
+            "{} returned an unexpected response: status {}, {kind}: {}",
             self.server(),
             status.as_u16(),
             sanitize_line(start.trim()),
@@ -448,7 +448,7 @@ fn failure_from_problem(status: StatusCode, body: &Value, calls_tool: bool) -> C
     };
     let mut failure = failure_for_code(code, message, exit);
     if exit == exit::USAGE {
-        failure.hint = Some("--help shows what can be said here".to_owned());
+        failure.hint = Some("--help lists the options".to_owned());
     }
     // The server knows the cause. It also has the only advice on a code that is newer than this
     // command.

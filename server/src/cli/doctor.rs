@@ -97,14 +97,14 @@ fn report(context: &CommandContext, findings: &[CheckResult]) -> Result<(), Comm
         output.print_json(&json!({"ok": bad == 0, "checks": checks}))?;
     } else {
         for finding in findings {
-            let (mark, tone) = match finding.state {
+            let (symbol, style) = match finding.state {
                 CheckState::Ok => ("✓", TextStyle::Success),
                 CheckState::Warning => ("!", TextStyle::Warning),
                 CheckState::Error => ("✗", TextStyle::Error),
             };
-            let mark = output.paint(mark, tone);
+            let symbol = output.paint(symbol, style);
             output.print_line(&format!(
-                "{mark} {:<9} {}",
+                "{symbol} {:<9} {}",
                 finding.check,
                 sanitize_line(&finding.message)
             ))?;
@@ -117,11 +117,7 @@ fn report(context: &CommandContext, findings: &[CheckResult]) -> Result<(), Comm
         0 => Ok(()),
         // The results are the error; with --json they are already on standard output.
         _ if output.json => Err(CommandFailure::already_reported(exit::FAILURE)),
-        1 => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", "one thing must be put right")),
-        n => Err(CommandFailure::new(
-            exit::FAILURE,
-            "UNHEALTHY",
-            format!("{n} things must be put right"),
-        )),
+        1 => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", "one check failed")),
+        n => Err(CommandFailure::new(exit::FAILURE, "UNHEALTHY", format!("{n} checks failed"))),
     }
 }

@@ -149,7 +149,7 @@ pub fn failure_for_code(code: &str, message: String, exit: u8) -> CommandFailure
     let failure = CommandFailure::new(exit, code, message);
     let Some(parsed) = Code::parse(code) else { return failure };
     failure.hint(match parsed {
-        Code::ValidationError => "toolcrib tools NAME shows what the tool takes",
+        Code::ValidationError => "toolcrib tools NAME shows the arguments of a tool",
         Code::ToolNotFound => "toolcrib tools lists what you may call",
         Code::Unauthenticated => {
             "give a key with --key or TOOLCRIB_KEY; toolcrib keys create makes one"
@@ -170,7 +170,7 @@ pub fn hint_for_outcome(error: &Value) -> Option<String> {
     let code = Code::parse(error["code"].as_str()?)?;
     let hint = match code {
         Code::ValidationError if error["detail"]["problems"].is_array() => {
-            "toolcrib tools NAME shows what the tool takes and returns"
+            "toolcrib tools NAME shows the arguments and the result of a tool"
         }
         Code::RateLimited | Code::Overloaded => "wait before you call again",
         Code::Timeout
@@ -188,7 +188,7 @@ pub fn hint_for_outcome(error: &Value) -> Option<String> {
         | Code::PermissionDenied
         | Code::Conflict
         | Code::IdempotencyMismatch => {
-            "the tool answered this, not Toolcrib; toolcrib calls get ID shows the details"
+            "this is the tool's own error; toolcrib calls get ID shows the details"
         }
     };
     Some(hint.to_owned())
@@ -229,7 +229,7 @@ mod tests {
     fn the_hint_of_a_failed_call_is_not_about_the_request() {
         for code in ["NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED", "BAD_REQUEST"] {
             let hint = hint_for_outcome(&json!({"code": code, "detail": null})).unwrap();
-            assert!(hint.starts_with("the tool answered this"), "{code}: {hint}");
+            assert!(hint.starts_with("this is the tool's own error"), "{code}: {hint}");
         }
         let error = json!({"code": "NOT_FOUND", "detail": {"hint": "look there"}});
         assert_eq!(hint_for_outcome(&error).as_deref(), Some("look there"));

@@ -26,8 +26,8 @@ pub fn parse_arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Co
         };
         // A value that parses as JSON is JSON; everything else is text, so that text needs no
         // second pair of quotes.
-        let meant = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
-        object.insert(name.to_owned(), meant);
+        let parsed = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
+        object.insert(name.to_owned(), parsed);
     }
     Ok(value)
 }

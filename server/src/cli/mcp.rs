@@ -45,17 +45,17 @@ Examples:
   toolcrib mcp                                   the server on this machine, or the data directory
   toolcrib mcp --server https://crib.example.com --key tck_…
   toolcrib mcp --data-dir ~/.toolcrib            no server needed
-  toolcrib mcp --catalogue search                three tools in place of many
-  toolcrib mcp --source files                    one MCP server behind Toolcrib, under its own names
+  toolcrib mcp --catalogue search                three tools instead of many
+  toolcrib mcp --source files                    one upstream MCP server, under its own names
 
-MCP servers behind Toolcrib:
+Upstream MCP servers:
   toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
   toolcrib mcp add far https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
   toolcrib mcp add --file ~/.config/client.json   the mcpServers of a desktop client
   toolcrib mcp ls
   toolcrib mcp show files
   toolcrib mcp accept far
-  toolcrib mcp sign-in far                        in a browser, where a server asks for it
+  toolcrib mcp sign-in far                        in a browser, if a server requires it
   toolcrib mcp rm files")]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct McpArgs {
@@ -111,9 +111,9 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
         && let Some(fallback) = fallback_data_dir(&config.data_dir, |name| std::env::var_os(name))
     {
         let (unusable, fallback_text) = (config.data_dir.display(), fallback.display());
-        context
-            .output
-            .print_note(&format!("{unusable} cannot be written: data is kept in {fallback_text}"));
+        context.output.print_note(&format!(
+            "{unusable} cannot be written: data is stored in {fallback_text}"
+        ));
         config.data_dir = fallback;
     }
     telemetry::start_logging(&config.log.level, config.log.format);

@@ -45,14 +45,14 @@ pub async fn await_outcome(
         }
         spinner.set_message(match last_failure {
             None => format!("{tool}  {status}  {id}"),
-            Some(_) => format!("{tool}  server away, the call is safe, asking again  {id}"),
+            Some(_) => format!("{tool}  server unreachable, the call is stored, retrying  {id}"),
         });
         let poll_start = Instant::now();
         let path = ["v1", "tool_calls", id.as_str()];
-        let ask = ApiRequest::get(&path).wait(remaining.min(poll_wait));
+        let request = ApiRequest::get(&path).wait(remaining.min(poll_wait));
         poll_wait = POLL_WAIT;
         let answer = tokio::select! {
-            answer = client.request_json(ask) => answer,
+            answer = client.request_json(request) => answer,
             _ = tokio::signal::ctrl_c() => {
                 let interrupted =
                     CommandFailure { is_reported: false, ..CommandFailure::interrupted() };
@@ -76,10 +76,7 @@ pub async fn await_outcome(
 }
 
 fn resume_hint(id: &str) -> String {
-    format!(
-        "the call goes on; come back to it with: toolcrib calls get {} --wait",
-        sanitize_line(id)
-    )
+    format!("the call continues; resume with: toolcrib calls get {} --wait", sanitize_line(id))
 }
 
 /// Returns what an open call waits for, in words, if the server says.
@@ -145,25 +142,29 @@ pub fn print_outcome(
 /// Formats the summary line: `✓ weather.query  SUCCEEDED in 212 ms   tc_…   attempt 1`
 pub fn summary_line(context: &CommandContext, call: &Value) -> String {
     let status = str_member(call, "status");
-    let (mark, tone) = match status {
+    let (symbol, style) = match status {
         "SUCCEEDED" => ("✓", TextStyle::Success),
         "PENDING" | "RUNNING" => ("…", TextStyle::Warning),
         _ => ("✗", TextStyle::Error),
     };
-    let mark = context.output.paint_message(mark, tone);
+    let symbol = context.output.paint_message(symbol, style);
     let tool = sanitize_line(str_member(call, "tool_name"));
-    let ran = str_member(call, "ran_tool");
-    let ran = if ran.is_empty() || ran == str_member(call, "tool_name") {
-        String::new()
-    } else {
-        format!(" (ran {})", sanitize_line(ran))
-    };
-    let took = elapsed_ms(call).map_or_else(String::new, |ms| {
+    let executed_tool = str_member(call, "ran_tool");
+    let executed_tool =
+        if executed_tool.is_empty() || executed_tool == str_member(call, "tool_name") {
+            String::new()
+        } else {
+            format!(" (ran {})", sanitize_line(executed_tool))
+        };
+    let duration = elapsed_ms(call).map_or_else(String::new, |ms| {
         format!(" {} {}", if is_terminal(call) { "in" } else { "for" }, output::format_duration(ms))
     });
     let id = sanitize_line(str_member(call, "tool_call_id"));
     let attempt = u64_member(call, "attempt").unwrap_or_default();
-    format!("{mark} {tool}{ran}  {}{took}   {id}   attempt {attempt}", sanitize_line(status))
+    format!(
+        "{symbol} {tool}{executed_tool}  {}{duration}   {id}   attempt {attempt}",
+        sanitize_line(status)
+    )
 }
 
 fn outcome_failure(call: &Value, exit: u8) -> CommandFailure {

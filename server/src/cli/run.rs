@@ -31,17 +31,17 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The words of the model go to standard output, everything else to standard error.
-Without a server this process is one, on the data directory, for as long as it takes.
+The text of the model goes to standard output, everything else to standard error.
+Without a server, the command starts one on the data directory until the run has ended.
 
 Examples:
   toolcrib run --model demo 'What is 6 * 7?'           no key and no network needed
   toolcrib run 'Which tools fail most?' --tools 'database.*'
   echo 'a long question' | toolcrib run -
   toolcrib run --continue run_… 'And in Fahrenheit?'   the same conversation
-  toolcrib run --resume run_…                          after its model was away
-  toolcrib run --follow run_…                          watch one that goes on
-  toolcrib run --replay run_…                          again, against recorded results
+  toolcrib run --resume run_…                          after its model was unavailable
+  toolcrib run --follow run_…                          watch a run that is active
+  toolcrib run --replay run_…                          replay against recorded results
   toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'")]
 pub struct RunArgs {
     /// The question; - reads it from standard input
@@ -91,8 +91,8 @@ pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandF
             let how = if site.embedded.is_some() { "when a server is started here" } else { "there" };
             let run = run_id.lock().clone();
             if !run.is_empty() {
-                let come_back = format!("toolcrib run --follow {run}");
-                context.output.print_note(&format!("\nthe run goes on {how}; {come_back}"));
+                let follow_command = format!("toolcrib run --follow {run}");
+                context.output.print_note(&format!("\nthe run continues {how}; {follow_command}"));
             }
             Err(CommandFailure::interrupted())
         }
@@ -117,8 +117,8 @@ fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
         other => other.map(str::to_owned),
     };
     match question {
-        Some(_) if silent => Err(CommandFailure::usage("there is nothing to ask with this option")),
-        None if !silent => Err(CommandFailure::usage("what is the question?")
+        Some(_) if silent => Err(CommandFailure::usage("this option takes no question")),
+        None if !silent => Err(CommandFailure::usage("the question is missing")
             .hint("toolcrib run --model demo 'What is 6 * 7?'")),
         Some(text) if text.is_empty() => Err(CommandFailure::usage("the question is empty")),
         question => Ok(question),
@@ -162,7 +162,7 @@ async fn start_and_watch(
         return replay::replay_run(context, client, run, args.model.as_deref()).await;
     }
     let mut view = RunView::new(context.output);
-    let watched = if let Some(run) = &args.follow {
+    let watcher = if let Some(run) = &args.follow {
         // A run id that only groups calls has events too, but its stream never ends.
         client.request_json(ApiRequest::get(&["v1", "runs", run])).await?;
         RunWatcher::from_start(run)
@@ -176,18 +176,21 @@ async fn start_and_watch(
         }
     } else if let Some(run) = &args.more {
         let body = json!({ "messages": [{ "role": "user", "content": question }] });
-        let heard =
+        let accepted =
             client.request_json(ApiRequest::post(&["v1", "runs", run, "messages"], body)).await?;
-        RunWatcher { since_ms: u64_member(&heard, "updated_at_ms"), ..RunWatcher::from_start(run) }
+        RunWatcher {
+            since_ms: u64_member(&accepted, "updated_at_ms"),
+            ..RunWatcher::from_start(run)
+        }
     } else {
         let stream =
             client.post_event_stream(&["v1", "runs"], run_request_body(args, question)).await?;
         let id = stream.headers().get("toolcrib-run-id").and_then(|id| id.to_str().ok());
-        let watched = RunWatcher::from_start(id.unwrap_or_default());
-        RunWatcher { stream: Some(stream), ..watched }
+        let watcher = RunWatcher::from_start(id.unwrap_or_default());
+        RunWatcher { stream: Some(stream), ..watcher }
     };
-    run_id.lock().clone_from(&watched.run);
-    watched.watch_to_end(client, &mut view).await
+    run_id.lock().clone_from(&watcher.run);
+    watcher.watch_to_end(client, &mut view).await
 }
 
 fn run_request_body(args: &RunArgs, question: Option<String>) -> Value {
@@ -230,7 +233,7 @@ impl RunEventReader {
         let lost = |_| CommandFailure::unreachable("the connection to the server broke");
         let Some(bytes) = self.stream.chunk().await.map_err(lost)? else { return Ok(None) };
         let messages = self.parser.push(&bytes).map_err(|_| {
-            let message = "the server sends an event without an end";
+            let message = "an event of the server exceeds the size limit";
             CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
         })?;
         Ok(Some(messages))
@@ -269,7 +272,7 @@ impl RunWatcher {
                             *unreachable_since.get_or_insert_with(tokio::time::Instant::now);
                         if since.elapsed() > RECONNECT_TIMEOUT {
                             return Err(failure.hint(format!(
-                                "the run is kept: toolcrib run --follow {}",
+                                "the run is stored: toolcrib run --follow {}",
                                 self.run
                             )));
                         }
@@ -281,7 +284,7 @@ impl RunWatcher {
             };
             unreachable_since = None;
             let mut messages = RunEventReader::new(stream);
-            let over = loop {
+            let is_stream_complete = loop {
                 let batch = match messages.next().await {
                     Ok(Some(batch)) => batch,
                     Ok(None) => break true,
@@ -304,7 +307,7 @@ impl RunWatcher {
             view.note_disconnect();
             // The server's clock may have been set back meanwhile: too many events are better than
             // none.
-            if over && self.since_ms.take().is_some() {
+            if is_stream_complete && self.since_ms.take().is_some() {
                 self.last_event_id = None;
             }
         }

@@ -62,8 +62,8 @@ pub async fn run(context: &CommandContext, args: ToolsArgs) -> Result<(), Comman
         return import(context, &client, &args).await;
     }
     if let Some(format) = &args.format {
-        let ask = ApiRequest::get(&["v1", "tools"]).query("format", Some(format));
-        return context.output.print_json(&client.request_json(ask).await?["tools"]);
+        let request = ApiRequest::get(&["v1", "tools"]).query("format", Some(format));
+        return context.output.print_json(&client.request_json(request).await?["tools"]);
     }
     match args.name.as_deref() {
         None | Some("ls") => {
@@ -91,11 +91,11 @@ async fn import(
         Some(project) => project.to_owned(),
         None => resolve_project(client).await?,
     };
-    let ask = ApiRequest::post(&["projects", &project, "tools", "import"], document)
+    let request = ApiRequest::post(&["projects", &project, "tools", "import"], document)
         .query("prefix", args.prefix.as_ref())
         .query("server", args.api_url.as_ref())
         .query("dry_run", args.dry_run.then_some(true));
-    let answer = client.request_json(ask).await?;
+    let answer = client.request_json(request).await?;
     if output.json {
         return output.print_json(&answer);
     }
@@ -124,7 +124,7 @@ async fn import(
         let (operation, reason) =
             (owned_str_member(&skipped, "operation"), owned_str_member(&skipped, "reason"));
         output.print_line(&format!(
-            "left out: {}: {}",
+            "skipped: {}: {}",
             sanitize_line(&operation),
             sanitize_line(&reason)
         ))?;

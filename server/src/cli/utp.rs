@@ -44,7 +44,7 @@ enum UtpCommand {
     /// Serve the built-in tools, and the HTTP API tools of a project, for commands to a target
     ///
     /// The HTTP API tools are those of the data directory, in the project that the command names;
-    /// with --project, those of that project, whichever the command names.
+    /// with --project, those of that project, regardless of the command.
     #[command(after_help = "\
 Examples:
   toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
@@ -122,15 +122,15 @@ async fn serve(
         builder = builder.observer(otlp.clone());
     }
     let engine = builder.start().await?;
-    let link = NatsConnection::connect(address, "toolcrib utp serve").await?;
-    let shelf = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
-    println!("serving cmd.tool.{target}.*: {}", shelf.tool_names().await.join("  "));
+    let nats = NatsConnection::connect(address, "toolcrib utp serve").await?;
+    let catalogue = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
+    println!("serving cmd.tool.{target}.*: {}", catalogue.tool_names().await.join("  "));
     let host =
-        ToolHost::with_connection(link).with_sender("tool.toolcrib").with_fallback(move |job| {
-            let shelf = shelf.clone();
+        ToolHost::with_connection(nats).with_sender("tool.toolcrib").with_fallback(move |job| {
+            let catalogue = catalogue.clone();
             async move {
-                match shelf.prepare_call(&job).await {
-                    Ok(caller) => run_tool(&shelf.engine, &caller, job).await,
+                match catalogue.prepare_call(&job).await {
+                    Ok(caller) => run_tool(&catalogue.engine, &caller, job).await,
                     Err(error) => failed_result(&job.tool_name, error),
                 }
             }
@@ -156,13 +156,13 @@ async fn serve(
 async fn run_tool(engine: &Engine, caller: &Caller, job: ToolJob) -> ToolJobResult {
     let name = job.tool_name.clone();
     let outcome = async {
-        let mut asked = CallRequest::new(name.as_str(), &job.args.to_string())
+        let mut request = CallRequest::new(name.as_str(), &job.args.to_string())
             .map_err(|error| Error::refused(Code::BadRequest, error.to_string()))?;
-        asked.traceparent = Some(job.traceparent.clone());
-        asked.route = Some(Box::new(job.route.clone()));
+        request.traceparent = Some(job.traceparent.clone());
+        request.route = Some(Box::new(job.route.clone()));
         let left_ms = job.deadline_ms.map(|at_ms| at_ms.saturating_sub(engine.now_ms()).max(1));
-        asked.timeout_ms = left_ms;
-        let ticket = engine.calls().invoke(caller, asked).await?;
+        request.timeout_ms = left_ms;
+        let ticket = engine.calls().invoke(caller, request).await?;
         engine.calls().wait(caller, &ticket.call.id, Until::Ended).await
     };
     let call = match outcome.await {

@@ -38,21 +38,21 @@ pub async fn run(context: &CommandContext, args: WatchArgs) -> Result<(), Comman
         Some(run) => vec!["v1", "runs", run.as_str(), "events"],
         None => vec!["v1", "events"],
     };
-    let watched = format!("watching {} (Ctrl-C to stop)", client.server());
+    let start_note = format!("watching {} (Ctrl-C to stop)", client.server());
     let (last_event_id, stops_at_call_end, only) = (None, false, None);
     EventWatcher { context, client, path, last_event_id, stops_at_call_end, only }
-        .run(Some(&watched))
+        .run(Some(&start_note))
         .await
 }
 
 /// Prints the events of approvals as they happen.
 pub async fn approval_events(context: &CommandContext) -> Result<(), CommandFailure> {
     let client = context.client()?;
-    let watched = format!("watching approvals of {} (Ctrl-C to stop)", client.server());
+    let start_note = format!("watching approvals of {} (Ctrl-C to stop)", client.server());
     let (last_event_id, stops_at_call_end, only) = (None, false, Some("approval."));
     let path = vec!["v1", "events"];
     EventWatcher { context, client, path, last_event_id, stops_at_call_end, only }
-        .run(Some(&watched))
+        .run(Some(&start_note))
         .await
 }
 
@@ -86,12 +86,12 @@ enum StreamEnd {
 }
 
 impl EventWatcher<'_> {
-    async fn run(mut self, begin: Option<&str>) -> Result<(), CommandFailure> {
+    async fn run(mut self, start_note: Option<&str>) -> Result<(), CommandFailure> {
         let output = self.context.output;
         // The first attempt is not retried: an unreachable server is probably a wrong URL.
         let mut stream = self.client.open_event_stream(&self.path, None).await?;
-        if let Some(begin) = begin {
-            output.print_note(begin);
+        if let Some(start_note) = start_note {
+            output.print_note(start_note);
         }
         loop {
             let seen = self.last_event_id.clone();
@@ -102,11 +102,11 @@ impl EventWatcher<'_> {
                     return Ok(());
                 }
                 StreamEnd::Closed | StreamEnd::Lost => {
-                    output.print_note("stream lost; connecting again")
+                    output.print_note("stream lost; reconnecting")
                 }
             }
             stream = self.reconnect().await?;
-            output.print_note("connected again");
+            output.print_note("reconnected");
         }
     }
 
@@ -139,7 +139,7 @@ impl EventWatcher<'_> {
             let messages = match chunk {
                 _ if ended && !matches!(chunk, Ok(Some(_))) => return Ok(StreamEnd::CallEnded),
                 Ok(Some(bytes)) => parser.push(&bytes).map_err(|_| {
-                    let message = "the server sends an event without an end";
+                    let message = "an event of the server exceeds the size limit";
                     CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
                 })?,
                 Ok(None) => return Ok(StreamEnd::Closed),
@@ -163,15 +163,16 @@ impl EventWatcher<'_> {
             return output.print_json_line(&event);
         }
         let kind = str_member(&event, "type");
-        let word = kind.strip_prefix("tool.call.").unwrap_or(kind);
-        let word = output.paint(&format!("{:<10}", sanitize_line(word)), event_style(word));
+        let event_name = kind.strip_prefix("tool.call.").unwrap_or(kind);
+        let event_name =
+            output.paint(&format!("{:<10}", sanitize_line(event_name)), event_style(event_name));
         let time = u64_member(&event, "at_ms").map(format_clock_time).unwrap_or_default();
         let time = output.paint(&time, TextStyle::Dim);
         let id = sanitize_line(str_member(&event, "tool_call_id"));
         let attempt = u64_member(&event, "attempt").unwrap_or_default();
         let tool = sanitize_line(str_member(&event, "tool"));
         let line = format!(
-            "{time}  {word}  {tool:<20}  {id}  attempt {attempt}{}",
+            "{time}  {event_name}  {tool:<20}  {id}  attempt {attempt}{}",
             format_other_fields(&event)
         );
         output.print_line(line.trim_end())
@@ -181,12 +182,12 @@ impl EventWatcher<'_> {
 fn is_call_end(message: &SseEvent) -> bool {
     let event = message.to_json();
     let kind = str_member(&event, "type");
-    let word = kind.strip_prefix("tool.call.").unwrap_or_default();
-    matches!(word, "finished" | "failed" | "timeout" | "canceled")
+    let event_name = kind.strip_prefix("tool.call.").unwrap_or_default();
+    matches!(event_name, "finished" | "failed" | "timeout" | "canceled")
 }
 
-fn event_style(word: &str) -> TextStyle {
-    match word {
+fn event_style(event_name: &str) -> TextStyle {
+    match event_name {
         "finished" => TextStyle::Success,
         "failed" | "timeout" => TextStyle::Error,
         "canceled" | "retrying" | "fallback" | "recovered" | "late" => TextStyle::Warning,
@@ -208,7 +209,7 @@ fn format_other_fields(event: &Value) -> String {
             continue;
         }
         let value_text = match value {
-            Value::String(word) => sanitize_line(word),
+            Value::String(event_name) => sanitize_line(event_name),
             Value::Object(error) if error.contains_key("message") => {
                 let part = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
                 sanitize_line(&format!("{}: {}", part("code"), part("message")))

@@ -54,11 +54,11 @@ pub async fn run(context: &CommandContext, args: WebhooksArgs) -> Result<(), Com
     match args.verb {
         WebhooksCommand::Deliveries { id: Some(id), .. } => show_delivery(context, &id).await,
         WebhooksCommand::Deliveries { status, limit, cursor, .. } => {
-            let ask = ApiRequest::get(&["v1", "deliveries"])
+            let request = ApiRequest::get(&["v1", "deliveries"])
                 .query("status", status)
                 .query("limit", limit)
                 .query("cursor", cursor);
-            list(context, ask).await
+            list(context, request).await
         }
         WebhooksCommand::Repeat { id } => repeat(context, &id).await,
         WebhooksCommand::Key => {
@@ -70,8 +70,8 @@ pub async fn run(context: &CommandContext, args: WebhooksArgs) -> Result<(), Com
     }
 }
 
-async fn list(context: &CommandContext, ask: ApiRequest<'_>) -> Result<(), CommandFailure> {
-    let answer = context.client()?.request_json(ask).await?;
+async fn list(context: &CommandContext, request: ApiRequest<'_>) -> Result<(), CommandFailure> {
+    let answer = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&answer);
@@ -113,8 +113,8 @@ fn format_time_until(at_ms: u64) -> String {
 }
 
 async fn show_delivery(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::get(&["v1", "tool_calls", id, "deliveries"]);
-    let answer = context.client()?.request_json(ask).await?;
+    let request = ApiRequest::get(&["v1", "tool_calls", id, "deliveries"]);
+    let answer = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&answer);
@@ -149,8 +149,8 @@ async fn show_delivery(context: &CommandContext, id: &str) -> Result<(), Command
 }
 
 async fn repeat(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::post(&["v1", "tool_calls", id, "deliveries", "repeat"], json!({}));
-    let answer = context.client()?.request_json(ask).await?;
+    let request = ApiRequest::post(&["v1", "tool_calls", id, "deliveries", "repeat"], json!({}));
+    let answer = context.client()?.request_json(request).await?;
     if context.output.json {
         return context.output.print_json(&answer);
     }

@@ -179,8 +179,8 @@ fn parse_text(schema: &Value, text: &str) -> Value {
 }
 
 /// Merges one tree into another: tables are joined, everything else is replaced.
-fn merge(base: &mut Map<String, Value>, over: Map<String, Value>) {
-    for (key, value) in over {
+fn merge(base: &mut Map<String, Value>, overlay: Map<String, Value>) {
+    for (key, value) in overlay {
         match (base.get_mut(&key), value) {
             (Some(Value::Object(below)), Value::Object(above)) => merge(below, above),
             (_, value) => {
@@ -242,7 +242,7 @@ fn member_schema<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
     if let Some(member) = schema.get("properties").and_then(|properties| properties.get(name)) {
         return Some(member);
     }
-    schema.get("additionalProperties").filter(|others| others.is_object())
+    schema.get("additionalProperties").filter(|schema_of_others| schema_of_others.is_object())
 }
 
 /// The location of a value: its layer and its path.
@@ -376,17 +376,17 @@ fn describe_value(value: &Value) -> String {
 /// another table with the same last part.
 fn suggest_key(root: &Value, path: &[String]) -> Option<Vec<String>> {
     let (last, parents) = path.split_last()?;
-    let mut beside = root;
+    let mut parent = root;
     for part in parents {
-        beside = member_schema(beside, part).or_else(|| unwrap_optional(beside).get("items"))?;
+        parent = member_schema(parent, part).or_else(|| unwrap_optional(parent).get("items"))?;
     }
-    let names = unwrap_optional(beside).get("properties").and_then(Value::as_object)?.keys();
-    let alike = names
+    let names = unwrap_optional(parent).get("properties").and_then(Value::as_object)?.keys();
+    let most_similar = names
         // Counts a swap of two neighbors as one change.
         .map(|name| (strsim::osa_distance(last, name), name))
         .min()
         .filter(|(distance, name)| *distance <= 2.max(name.len() / 3));
-    if let Some((_, name)) = alike {
+    if let Some((_, name)) = most_similar {
         return Some(parents.iter().chain([name]).cloned().collect());
     }
     let mut all = Vec::new();

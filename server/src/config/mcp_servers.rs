@@ -46,12 +46,12 @@ impl Config {
 
     fn check_public_url(&self) -> Result<(), ConfigError> {
         let Some(url) = &self.mcp_servers.public_url else { return Ok(()) };
-        let fine = reqwest::Url::parse(url).is_ok_and(|url| {
-            let plain = url.query().is_none() && url.fragment().is_none();
-            matches!(url.scheme(), "http" | "https") && url.has_host() && plain
+        let is_valid = reqwest::Url::parse(url).is_ok_and(|url| {
+            let has_only_path = url.query().is_none() && url.fragment().is_none();
+            matches!(url.scheme(), "http" | "https") && url.has_host() && has_only_path
         });
         let reason = "must begin with https:// or http://, and have no query";
-        if fine { Ok(()) } else { Err(ConfigError::invalid("upstreams.public_url", reason)) }
+        if is_valid { Ok(()) } else { Err(ConfigError::invalid("upstreams.public_url", reason)) }
     }
 
     /// Checks `[[mcp]]` and `upstreams.public_url`.
@@ -59,9 +59,9 @@ impl Config {
         self.check_public_url()?;
         let mut seen = HashSet::new();
         for settings in &self.mcp {
-            settings.check().map_err(|wrong| {
-                let key = format!("mcp.{}.{}", settings.name, wrong.field);
-                ConfigError::invalid(&key, wrong.why)
+            settings.check().map_err(|error| {
+                let key = format!("mcp.{}.{}", settings.name, error.field);
+                ConfigError::invalid(&key, error.why)
             })?;
             if !seen.insert((&settings.project, &settings.name)) {
                 let key = format!("mcp.{}.name", settings.name);

@@ -87,6 +87,6 @@ pub(crate) fn check_endpoint(endpoint: &str) -> Result<(), String> {
 }
 
 fn is_variable(name: &str) -> bool {
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    !name.is_empty() && name.chars().all(plain)
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    !name.is_empty() && name.chars().all(is_allowed)
 }

@@ -40,7 +40,7 @@ impl Config {
             ("retention.audit_days", self.retention.audit_days),
         ] {
             if !(0.0..=36_500.0).contains(&days) {
-                let reason = "must be from 0 (keep for ever) to 36500";
+                let reason = "must be from 0 (never delete) to 36500";
                 return Err(ConfigError::invalid(setting, reason));
             }
         }
@@ -86,8 +86,8 @@ impl Config {
         let listen = self.listen.as_str();
         let by_name = || {
             let (host, port) = listen.rsplit_once(':')?;
-            let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
-            let is_valid_host = !host.is_empty() && host.chars().all(plain);
+            let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+            let is_valid_host = !host.is_empty() && host.chars().all(is_allowed);
             port.parse::<u16>().ok().filter(|_| is_valid_host)
         };
         if listen.parse::<SocketAddr>().is_ok() || by_name().is_some() {
@@ -135,12 +135,12 @@ impl Config {
             check_tool_name(name)
                 .map_err(|reason| ConfigError::invalid(&key, reason.to_string()))?;
             check_policy(&format!("{key}.policy"), &tool.policy)?;
-            for alternate in &tool.fallback {
+            for fallback in &tool.fallback {
                 let key = format!("{key}.fallback");
-                check_tool_name(&alternate.tool)
+                check_tool_name(&fallback.tool)
                     .map_err(|reason| ConfigError::invalid(&key, reason.to_string()))?;
-                if alternate.tool == *name {
-                    return Err(ConfigError::invalid(&key, "a tool cannot stand in for itself"));
+                if fallback.tool == *name {
+                    return Err(ConfigError::invalid(&key, "a tool cannot be its own fallback"));
                 }
             }
         }

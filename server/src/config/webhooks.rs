@@ -54,7 +54,7 @@ pub struct WebhookSettings {
 
 impl Default for WebhookSettings {
     fn default() -> Self {
-        let notifying = DeliverySettings::default();
+        let defaults = DeliverySettings::default();
         Self {
             signing_key: None,
             signing_key_env: "TOOLCRIB_WEBHOOK_SIGNING_KEY".into(),
@@ -63,10 +63,10 @@ impl Default for WebhookSettings {
             allow_private: false,
             allow_hosts: Vec::new(),
             timeout_ms: 20_000,
-            retry_schedule_ms: notifying.schedule.retry_ms,
-            jitter: notifying.schedule.jitter,
-            max_parallel: notifying.max_parallel as u32,
-            max_parallel_per_receiver: notifying.max_parallel_per_receiver as u32,
+            retry_schedule_ms: defaults.schedule.retry_ms,
+            jitter: defaults.schedule.jitter,
+            max_parallel: defaults.max_parallel as u32,
+            max_parallel_per_receiver: defaults.max_parallel_per_receiver as u32,
             max_data_bytes: MAX_DATA_BYTES,
         }
     }
@@ -88,9 +88,11 @@ impl WebhookSettings {
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let invalid =
             |key: &str, reason: &str| Err(ConfigError::invalid(&format!("webhooks.{key}"), reason));
-        let word = |name: &str| {
-            let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
-            !name.is_empty() && name.chars().all(plain) && !name.starts_with(SIGNING_KEY_PREFIX)
+        let is_variable_name = |name: &str| {
+            let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
+            !name.is_empty()
+                && name.chars().all(is_allowed)
+                && !name.starts_with(SIGNING_KEY_PREFIX)
         };
         // Catches a key that was written here by mistake, before it appears in a log.
         let not_a_name = "must be the name of an environment variable, not the key itself";
@@ -101,11 +103,12 @@ impl WebhookSettings {
         if !is_reference(&self.signing_key) {
             return invalid("signing_key", not_a_reference);
         }
-        if !word(&self.signing_key_env) {
+        if !is_variable_name(&self.signing_key_env) {
             return invalid("signing_key_env", not_a_name);
         }
         for (name, project) in &self.projects {
-            if project.signing_key_env.as_ref().is_some_and(|variable| !word(variable)) {
+            if project.signing_key_env.as_ref().is_some_and(|variable| !is_variable_name(variable))
+            {
                 return invalid(&format!("projects.{name}.signing_key_env"), not_a_name);
             }
             if !is_reference(&project.signing_key) {

@@ -44,10 +44,14 @@ pub fn parse_servers_to_add(
     let settings = match find_desktop_servers(&mut document).is_some() {
         true => parse_desktop_config(&document, pinned).map_err(invalid_settings_error)?,
         false => {
-            let one: McpServerSettings = serde_json::from_value(document).map_err(|error| {
-                Error::refused(Code::ValidationError, format!("the source cannot be read: {error}"))
-            })?;
-            vec![one]
+            let server_settings: McpServerSettings =
+                serde_json::from_value(document).map_err(|error| {
+                    Error::refused(
+                        Code::ValidationError,
+                        format!("the source cannot be read: {error}"),
+                    )
+                })?;
+            vec![server_settings]
         }
     };
     if settings.is_empty() || settings.len() > MAX_SERVERS_PER_REQUEST {
@@ -55,10 +59,11 @@ pub fn parse_servers_to_add(
         return Err(Error::refused(Code::ValidationError, message));
     }
     let mut names = HashSet::new();
-    for one in &settings {
-        one.check().map_err(invalid_settings_error)?;
-        if !names.insert(one.name.as_str()) {
-            let reason = format!("has two servers whose name here would be \"{}\"", one.name);
+    for server_settings in &settings {
+        server_settings.check().map_err(invalid_settings_error)?;
+        if !names.insert(server_settings.name.as_str()) {
+            let reason =
+                format!("has two servers whose name here would be \"{}\"", server_settings.name);
             return Err(invalid_settings_error(McpSettingsError {
                 field: "mcpServers",
                 why: reason,
@@ -68,17 +73,17 @@ pub fn parse_servers_to_add(
     Ok(settings)
 }
 
-fn invalid_settings_error(wrong: McpSettingsError) -> Error {
-    let message = format!("{}: {}", wrong.field, wrong.why);
-    let detail = json!({ "pointer": format!("/{}", wrong.field) });
+fn invalid_settings_error(error: McpSettingsError) -> Error {
+    let message = format!("{}: {}", error.field, error.why);
+    let detail = json!({ "pointer": format!("/{}", error.field) });
     Fault::new(Code::ValidationError, message).with_detail(detail).into()
 }
 
-/// Returns the settings in their stored form. The project is stored beside them, so it is reset
+/// Returns the settings in their stored form. The project is stored separately, so it is reset
 /// here.
 pub fn to_stored_settings(settings: &McpServerSettings) -> Json {
-    let plain = McpServerSettings { project: "default".to_owned(), ..settings.clone() };
-    Json::from_serialize(&plain).unwrap_or_else(|_| Json::empty_object())
+    let without_project = McpServerSettings { project: "default".to_owned(), ..settings.clone() };
+    Json::from_serialize(&without_project).unwrap_or_else(|_| Json::empty_object())
 }
 
 impl McpServerReconciler {
@@ -137,7 +142,7 @@ impl McpServerReconciler {
 
     fn to_source_body(&self, status: UpstreamStatus, all: bool) -> SourceBody {
         let configured = self.is_configured(&status.settings.project, &status.settings.name);
-        let UpstreamStatus { settings, state, stderr, authorization: pass } = status;
+        let UpstreamStatus { settings, state, stderr, authorization } = status;
         let address = settings.display_address();
         let program = settings.command.is_some();
         let (server_name, server_version) = state.server.unzip();
@@ -166,19 +171,19 @@ impl McpServerReconciler {
             changes: state.changes.into_iter().rev().map(to_source_change).collect(),
             env: settings.env.into_keys().chain(settings.env_from).collect(),
             headers: settings.headers.into_keys().collect(),
-            oauth: pass.map(to_source_oauth),
+            oauth: authorization.map(to_source_oauth),
             stderr: all.then_some(stderr),
         }
     }
 }
 
-fn to_source_oauth(pass: AuthorizationStatus) -> SourceOauth {
-    let (url, expires_ms) = pass.sign_in.map(|sign_in| (sign_in.url, sign_in.expires_ms)).unzip();
+fn to_source_oauth(status: AuthorizationStatus) -> SourceOauth {
+    let (url, expires_ms) = status.sign_in.map(|sign_in| (sign_in.url, sign_in.expires_ms)).unzip();
     SourceOauth {
-        grant: pass.grant.as_str(),
-        signed_in: pass.signed_in,
-        issuer: pass.issuer,
-        scopes: pass.scopes,
+        grant: status.grant.as_str(),
+        signed_in: status.signed_in,
+        issuer: status.issuer,
+        scopes: status.scopes,
         sign_in_url: url,
         sign_in_expires_at_ms: expires_ms,
     }
@@ -220,21 +225,26 @@ impl SourceAdmin for McpServerReconciler {
     ) -> Result<Vec<SourceBody>, Error> {
         self.engine.admin().require_upstream_admin(caller)?;
         let mut settings = parse_servers_to_add(&self.engine, caller, document)?;
-        for one in &mut settings {
-            self.check_admission(caller, one)?;
+        for server_settings in &mut settings {
+            self.check_admission(caller, server_settings)?;
         }
-        for one in &settings {
+        for server_settings in &settings {
             self.engine
                 .admin()
-                .put_upstream(caller, &one.name, MCP_UPSTREAM_KIND, to_stored_settings(one))
+                .put_upstream(
+                    caller,
+                    &server_settings.name,
+                    MCP_UPSTREAM_KIND,
+                    to_stored_settings(server_settings),
+                )
                 .await?;
         }
         self.reconcile();
         let until = tokio::time::Instant::now() + wait;
         let mut bodies = Vec::new();
-        for one in &settings {
-            self.upstreams.wait_until_known(&caller.project, &one.name, until).await;
-            bodies.push(self.get(caller, &one.name)?);
+        for server_settings in &settings {
+            self.upstreams.wait_until_known(&caller.project, &server_settings.name, until).await;
+            bodies.push(self.get(caller, &server_settings.name)?);
         }
         Ok(bodies)
     }

@@ -15,7 +15,7 @@ use tokio::sync::broadcast::error::TryRecvError;
 use tokio::time::Instant;
 use toolcrib_sources::mcp::{McpSource, UpstreamChange, pagination};
 
-/// Maximum time an upstream may take to return a list. A slower one is left out.
+/// Maximum time an upstream may take to return a list. A slower one is omitted.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time a list stays cached, unless the upstream reports a change.
@@ -56,12 +56,12 @@ impl<T> ListCache<T> {
         &self,
         upstreams: &McpSource,
         key: UpstreamKey,
-        asking: impl Future<Output = Result<Vec<T>, ServiceError>>,
+        request: impl Future<Output = Result<Vec<T>, ServiceError>>,
     ) -> Arc<Vec<T>> {
         if let Some(cached) = self.entries.lock().get(&key) {
             return cached.list.clone();
         }
-        let (list, ttl) = match tokio::time::timeout(REQUEST_TIMEOUT, asking).await {
+        let (list, ttl) = match tokio::time::timeout(REQUEST_TIMEOUT, request).await {
             Ok(Ok(list)) => (list, Some(CACHE_TTL)),
             Ok(Err(ServiceError::McpError(_))) => (Vec::new(), Some(CACHE_TTL)),
             Ok(Err(_)) => (Vec::new(), None),
@@ -103,10 +103,10 @@ impl UpstreamLists {
 
     /// Drops the entries that have expired or that an upstream reported as changed.
     fn apply_changes(&self) {
-        let mut heard = self.changes.lock();
+        let mut changes = self.changes.lock();
         let mut now = Instant::now();
         loop {
-            match heard.try_recv() {
+            match changes.try_recv() {
                 Ok((key, UpstreamChange::ResourceList)) => {
                     self.resources.invalidate(&key);
                     self.templates.invalidate(&key);

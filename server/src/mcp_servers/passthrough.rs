@@ -63,7 +63,7 @@ impl UpstreamPassthrough {
         uri: &str,
     ) -> Option<(String, Peer<RoleClient>)> {
         let peers = self.readable_peers(caller, source);
-        let asked = peers.iter().map(|(name, peer)| async move {
+        let lookups = peers.iter().map(|(name, peer)| async move {
             let listed = self.lists.resources(upstream_key(caller, name), peer).await;
             if listed.iter().any(|resource| resource.uri == uri) {
                 return true;
@@ -71,7 +71,7 @@ impl UpstreamPassthrough {
             let templates = self.lists.resource_templates(upstream_key(caller, name), peer).await;
             templates.iter().any(|template| matches_uri_template(&template.uri_template, uri))
         });
-        let found = join_all(asked).await.into_iter().position(|has| has)?;
+        let found = join_all(lookups).await.into_iter().position(|has| has)?;
         peers.into_iter().nth(found)
     }
 
@@ -86,7 +86,7 @@ impl UpstreamPassthrough {
                 error
             }
             _ => {
-                let message = "the MCP server behind does not answer";
+                let message = "the MCP server does not answer";
                 ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None)
             }
         }
@@ -118,9 +118,9 @@ fn matches_uri_template(template: &str, uri: &str) -> bool {
 }
 
 async fn with_timeout<T>(
-    asking: impl Future<Output = Result<T, ServiceError>>,
+    request: impl Future<Output = Result<T, ServiceError>>,
 ) -> Result<T, ServiceError> {
-    match tokio::time::timeout(REQUEST_TIMEOUT, asking).await {
+    match tokio::time::timeout(REQUEST_TIMEOUT, request).await {
         Ok(answer) => answer,
         Err(_) => Err(ServiceError::Timeout { timeout: REQUEST_TIMEOUT }),
     }
@@ -139,12 +139,12 @@ impl PassthroughProvider for UpstreamPassthrough {
         source: Option<&str>,
     ) -> Result<Vec<Resource>, ErrorData> {
         let peers = self.readable_peers(caller, source);
-        let asked =
+        let fetches =
             peers.iter().map(|(name, peer)| self.lists.resources(upstream_key(caller, name), peer));
         let mut all: Vec<Resource> = Vec::new();
-        for list in join_all(asked).await {
+        for list in join_all(fetches).await {
             // If two resources share a URI, the first upstream's is listed, as in `read`.
-            all.extend(list.iter().filter(|one| !one.uri.is_empty()).cloned());
+            all.extend(list.iter().filter(|resource| !resource.uri.is_empty()).cloned());
         }
         let mut seen = std::collections::HashSet::new();
         all.retain(|resource| seen.insert(resource.uri.clone()));
@@ -157,24 +157,24 @@ impl PassthroughProvider for UpstreamPassthrough {
         source: Option<&str>,
     ) -> Result<Vec<ResourceTemplate>, ErrorData> {
         let peers = self.readable_peers(caller, source);
-        let asked = peers
+        let fetches = peers
             .iter()
             .map(|(name, peer)| self.lists.resource_templates(upstream_key(caller, name), peer));
-        Ok(join_all(asked).await.iter().flat_map(|list| list.iter().cloned()).collect())
+        Ok(join_all(fetches).await.iter().flat_map(|list| list.iter().cloned()).collect())
     }
 
     async fn read_resource(
         &self,
         caller: &Caller,
         source: Option<&str>,
-        asked: ReadResourceRequestParams,
+        params: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData> {
-        let Some((name, peer)) = self.find_resource_owner(caller, source, &asked.uri).await else {
+        let Some((name, peer)) = self.find_resource_owner(caller, source, &params.uri).await else {
             return Ok(None);
         };
-        let mut asked = asked;
-        asked.meta = None;
-        let read = with_timeout(peer.read_resource_once(asked)).await;
+        let mut params = params;
+        params.meta = None;
+        let read = with_timeout(peer.read_resource_once(params)).await;
         read.map(Some).map_err(|error| self.to_mcp_error(caller, &name, error))
     }
 
@@ -183,11 +183,11 @@ impl PassthroughProvider for UpstreamPassthrough {
         peers.retain(|_, peer| {
             peer.peer_info().is_some_and(|info| info.capabilities.prompts.is_some())
         });
-        let asked = peers.iter().map(|(name, peer)| async move {
+        let fetches = peers.iter().map(|(name, peer)| async move {
             (name, self.lists.prompts(upstream_key(caller, name), peer).await)
         });
         let mut all = Vec::new();
-        for (upstream, list) in join_all(asked).await {
+        for (upstream, list) in join_all(fetches).await {
             for mut prompt in list.iter().cloned() {
                 prompt.name = format!("{upstream}.{}", prompt.name);
                 if may_use(&self.engine, caller, &prompt.name) {
@@ -201,18 +201,18 @@ impl PassthroughProvider for UpstreamPassthrough {
     async fn get_prompt(
         &self,
         caller: &Caller,
-        asked: GetPromptRequestParams,
+        params: GetPromptRequestParams,
     ) -> Result<Option<GetPromptResponse>, ErrorData> {
-        let mut asked = asked;
-        let name = asked.name.to_string();
-        let Some((upstream, theirs)) = split_prompt_name(&name) else { return Ok(None) };
+        let mut params = params;
+        let name = params.name.to_string();
+        let Some((upstream, upstream_name)) = split_prompt_name(&name) else { return Ok(None) };
         let peer = self.upstreams.peers(&caller.project).remove(upstream);
         let Some(peer) = peer.filter(|_| may_use(&self.engine, caller, &name)) else {
             return Ok(None);
         };
-        asked.name = theirs.to_owned();
-        asked.meta = None;
-        let got = with_timeout(peer.get_prompt_once(asked)).await;
+        params.name = upstream_name.to_owned();
+        params.meta = None;
+        let got = with_timeout(peer.get_prompt_once(params)).await;
         got.map(Some).map_err(|error| self.to_mcp_error(caller, upstream, error))
     }
 
@@ -220,17 +220,17 @@ impl PassthroughProvider for UpstreamPassthrough {
         &self,
         caller: &Caller,
         source: Option<&str>,
-        asked: CompleteRequestParams,
+        params: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData> {
-        let mut asked = asked;
-        asked.meta = None;
-        let peer = match &mut asked.r#ref {
+        let mut params = params;
+        params.meta = None;
+        let peer = match &mut params.r#ref {
             Reference::Prompt(prompt) => {
                 let name = prompt.name.clone();
-                let Some((upstream, theirs)) = split_prompt_name(&name) else {
+                let Some((upstream, upstream_name)) = split_prompt_name(&name) else {
                     return Ok(CompleteResult::default());
                 };
-                prompt.name = theirs.to_owned();
+                prompt.name = upstream_name.to_owned();
                 let allowed = may_use(&self.engine, caller, &name);
                 let peer = self.upstreams.peers(&caller.project).remove(upstream);
                 peer.filter(|_| allowed).map(|peer| (upstream.to_owned(), peer))
@@ -238,10 +238,10 @@ impl PassthroughProvider for UpstreamPassthrough {
             Reference::Resource(resource) => {
                 let uri = resource.uri.clone();
                 let peers = self.readable_peers(caller, source);
-                let asked = peers.iter().map(|(name, peer)| {
+                let fetches = peers.iter().map(|(name, peer)| {
                     self.lists.resource_templates(upstream_key(caller, name), peer)
                 });
-                let listed = join_all(asked).await;
+                let listed = join_all(fetches).await;
                 let has = listed.iter().position(|list| list.iter().any(|t| t.uri_template == uri));
                 has.and_then(|found| peers.into_iter().nth(found))
             }
@@ -249,7 +249,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         };
         match peer {
             Some((name, peer)) => {
-                let completed = with_timeout(peer.complete(asked)).await;
+                let completed = with_timeout(peer.complete(params)).await;
                 completed.map_err(|error| self.to_mcp_error(caller, &name, error))
             }
             None => Ok(CompleteResult::default()),
@@ -293,8 +293,8 @@ struct UpstreamChangeStream(Option<broadcast::Receiver<((String, String), Upstre
 impl PassthroughChangeStream for UpstreamChangeStream {
     async fn next(&mut self) -> PassthroughChange {
         loop {
-            let Some(heard) = &mut self.0 else { return std::future::pending().await };
-            match heard.recv().await {
+            let Some(changes) = &mut self.0 else { return std::future::pending().await };
+            match changes.recv().await {
                 Ok((key, change)) => {
                     let kind = match change {
                         UpstreamChange::ResourceList => PassthroughChangeKind::ResourceList,

@@ -12,6 +12,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::{ConnectInfo, Request};
 use axum::response::Response;
+use hyper::Method;
 use hyper::body::Incoming;
 use hyper::header::UPGRADE;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -22,9 +23,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib_transport::delivery::ConnectionDeliveries;
 use toolcrib_transport::http::{
-    ConnectionPermit, call_router, connection_refusal, is_health_check, serve_request,
+    ConnectionPermit, LongPollAdmission, StreamLimiter, call_router, connection_refusal,
+    is_health_check, serve_request,
 };
-use toolcrib_transport::stream_limiter::StreamLimiter;
 use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutHandle, AckTimeoutStream};
 
 use crate::config::Config;
@@ -147,6 +148,10 @@ impl ConnectionHandler {
                 let stream = Arc::new(stream);
                 request.extensions_mut().insert(ConnectionPermit { connection, stream });
             }
+        }
+        if method == Method::GET {
+            let admission = LongPollAdmission::new(&self.streams, caller);
+            request.extensions_mut().insert(admission);
         }
         let answer = call_router(self.router.clone(), request).await;
         self.streams.admit(&method, caller, answer)

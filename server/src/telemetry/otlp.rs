@@ -103,7 +103,7 @@ impl OtlpExporter {
             let meter = meters.meter_with_scope(spans::instrumentation_scope());
             meter
                 .f64_histogram("gen_ai.execute_tool.duration")
-                .with_description("How long tool calls took, from being accepted to the outcome")
+                .with_description("Duration of tool calls, from acceptance to the outcome")
                 .with_unit("s")
                 .with_boundaries(bounds)
                 .build()
@@ -212,7 +212,7 @@ impl SpanQueue {
             .build()
             .context("spans cannot be exported")?;
         let queued = Arc::new(AtomicUsize::new(0));
-        let watched = MonitoredExporter {
+        let monitored = MonitoredExporter {
             exporter,
             queued: queued.clone(),
             failure_log: ExportFailureLog::new("spans", url),
@@ -222,7 +222,7 @@ impl SpanQueue {
             .with_max_export_batch_size(MAX_BATCH_SPANS.min(settings.max_queued_spans))
             .with_scheduled_delay(Duration::from_millis(settings.export_interval_ms))
             .build();
-        let mut processor = BatchSpanProcessor::new(watched, batches);
+        let mut processor = BatchSpanProcessor::new(monitored, batches);
         processor.set_resource(resource);
         Ok(Self { processor, queued, max_queued: settings.max_queued_spans })
     }
@@ -244,10 +244,10 @@ fn build_meter_provider(
         .build()
         .context("metrics cannot be exported")?;
     let queued = Arc::new(AtomicUsize::new(0));
-    let watched =
+    let monitored =
         MonitoredExporter { exporter, queued, failure_log: ExportFailureLog::new("metrics", url) };
     let interval = Duration::from_millis(settings.metrics_interval_ms);
-    let reader = PeriodicReader::builder(watched).with_interval(interval).build();
+    let reader = PeriodicReader::builder(monitored).with_interval(interval).build();
     Ok(SdkMeterProvider::builder().with_reader(reader).with_resource(resource.clone()).build())
 }
 
@@ -293,10 +293,10 @@ impl OtlpDestination {
         };
         let resolve = |signal: &str, path: &str| {
             let configured = settings.otlp_endpoint.clone();
-            let whole = variable(&format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"));
+            let signal_endpoint = variable(&format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"));
             let base = configured.clone().or_else(|| variable("OTEL_EXPORTER_OTLP_ENDPOINT"));
-            let url = match (configured, whole) {
-                (None, Some(whole)) => whole,
+            let url = match (configured, signal_endpoint) {
+                (None, Some(signal_endpoint)) => signal_endpoint,
                 _ => format!("{}{path}", base?.trim_end_matches('/')),
             };
             Some(url).filter(|_| !is(&format!("OTEL_{signal}_EXPORTER"), "none"))
@@ -377,12 +377,16 @@ impl ExportFailureLog {
         match result {
             Ok(()) => {
                 if last.take().is_some() {
-                    tracing::info!(what = signal, endpoint, "the OTLP endpoint takes them again");
+                    tracing::info!(
+                        what = signal,
+                        endpoint,
+                        "the OTLP endpoint accepts the data again"
+                    );
                 }
             }
             Err(error) => {
                 if last.is_none_or(|last| last.elapsed() >= LOG_INTERVAL) {
-                    tracing::warn!(what = signal, endpoint, %error, "the OTLP endpoint does not take them");
+                    tracing::warn!(what = signal, endpoint, %error, "the OTLP endpoint does not accept the data");
                     *last = Some(Instant::now());
                 }
             }

@@ -121,17 +121,17 @@ impl SigningKeySource {
 impl SigningKeys {
     /// Parses one or more keys, separated by spaces. The error never contains the given value.
     fn parse(text: &str) -> Result<Self, String> {
-        let wrong = "a signing key is whsec_ and then 24 to 64 bytes in base64";
+        let message = "a signing key is whsec_ and then 24 to 64 bytes in base64";
         let mut keys = Vec::new();
         for word in text.split_whitespace() {
-            let body = word.strip_prefix(SIGNING_KEY_PREFIX).ok_or(wrong)?;
-            let key = STANDARD.decode(body).map_err(|_| wrong)?;
+            let body = word.strip_prefix(SIGNING_KEY_PREFIX).ok_or(message)?;
+            let key = STANDARD.decode(body).map_err(|_| message)?;
             if !KEY_BYTES.contains(&key.len()) {
-                return Err(wrong.to_owned());
+                return Err(message.to_owned());
             }
             keys.push(key);
         }
-        if keys.is_empty() { Err(wrong.to_owned()) } else { Ok(Self(keys)) }
+        if keys.is_empty() { Err(message.to_owned()) } else { Ok(Self(keys)) }
     }
 
     /// Returns the value of `webhook-signature`: one signature for each key.

@@ -123,8 +123,8 @@ async fn a_repeated_key_in_a_batch_is_an_error_that_the_model_can_read() {
     for index in 0..4 {
         let result = &answer["results"][index];
         assert_eq!(result["error"]["code"], "VALIDATION_ERROR", "{result}");
-        let told = answer["messages"][index].to_string();
-        assert!(told.contains("given twice"), "{told}");
+        let tool_message = answer["messages"][index].to_string();
+        assert!(tool_message.contains("given twice"), "{tool_message}");
     }
     assert_eq!(answer["results"][4]["data"]["result"], 42, "the others are not affected");
 }

@@ -231,7 +231,10 @@ async fn an_unfinished_entry_is_returned_as_a_ticket() {
     let hold = json!({ "reason": "after", "after": id(3) });
     assert_eq!(api.call(id(4)).await["hold"], hold);
     assert_eq!(answer["messages"][3]["status"], "pending");
-    assert!(results[4]["message"].as_str().unwrap().contains("its turn"), "{answer}");
+    assert!(
+        results[4]["message"].as_str().unwrap().contains("did not start within the wait"),
+        "{answer}"
+    );
     api.succeed(id(3), json!(1)).await;
     while api.call(id(4)).await["hold"]["reason"] != "parked" {}
     api.succeed(id(4), json!(2)).await;

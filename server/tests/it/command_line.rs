@@ -45,8 +45,8 @@ fn readme_commands(heading: &str) -> Vec<String> {
     lines.map(str::to_owned).collect()
 }
 
-/// A server of somebody else survives the README's `kill -9`, and the commands work on another port
-/// without a change.
+/// A server that another user started survives the README's `kill -9`, and the commands work on
+/// another port without a change.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_readme_kills_only_the_server_that_it_started() {
     let mut bystander = Server::ready().await;
@@ -275,4 +275,18 @@ async fn commands_say_that_the_client_of_a_tool_is_away() {
         assert!(err.contains(&format!("waiting: {reason}")), "{err}");
     }
     server.kill();
+}
+
+#[tokio::test]
+async fn keys_ls_without_keys_says_who_may_do_what() {
+    let server = Server::ready().await;
+    let listed = server.command(&["keys", "ls"]).output().unwrap();
+    let (code, out, err) = texts(listed);
+    assert_eq!(code, Some(0), "{err}");
+    let text = format!("{out}{err}");
+    assert!(text.contains("may call tools"), "{text}");
+    assert!(text.contains("administration needs the operator token"), "{text}");
+    // The text is true: a caller without a key may call tools, and may not administer.
+    server.evaluated("1+1").await;
+    assert_eq!(server.get("/v1/keys").await, reqwest::StatusCode::UNAUTHORIZED);
 }

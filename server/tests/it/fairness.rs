@@ -173,6 +173,57 @@ async fn streams_are_limited_and_health_checks_are_always_answered() {
 }
 
 #[tokio::test]
+async fn long_polls_count_as_streams_and_leave_connections_for_others() {
+    let server = Server::with(|config| {
+        config.limits.max_connections = 20;
+        config.limits.max_streams_per_caller = 6;
+    })
+    .await;
+    let api = server.api();
+    api.register("c1", json!([offer("probe.parked")])).await;
+    let id = api.invoke("probe.parked", json!({})).await;
+    api.register("idle", json!([offer("probe.idle")])).await;
+    let paths = [
+        "/internal/ingress/poll?client_id=idle&wait_ms=60000".to_owned(),
+        format!("/v1/tool_calls/{id}?wait_ms=60000"),
+        format!("/v1/tasks/{id}?wait=60s"),
+        // An encoded name is the same parameter.
+        format!("/v1/tool_calls/{id}?%77ait_ms=60000"),
+        "/v1/agents/ada/inbox?wait_ms=60000".to_owned(),
+    ];
+    let mut waiting = tokio::task::JoinSet::new();
+    for path in paths.iter().chain(&paths[..1]) {
+        let request = reqwest::Client::new().get(url(&api, path)).send();
+        waiting.spawn(async move { request.await.map(|answer| answer.status().as_u16()) });
+    }
+    // Each of them would wait: the limit of the caller is reached, and it stays so.
+    let refused = async || {
+        let path = format!("/v1/tool_calls/{id}?wait_ms=1");
+        let answer = reqwest::Client::new().get(url(&api, &path)).send().await.unwrap();
+        (answer.status().as_u16() == 429).then_some(answer)
+    };
+    let answer = until("the limit is reached", refused).await;
+    assert_eq!(answer.headers()["retry-after"], "5");
+    let text = answer.text().await.unwrap();
+    assert!(text.contains("limits.max_streams_per_caller"), "{text}");
+    for path in &paths {
+        let answer = reqwest::Client::new().get(url(&api, path)).send().await.unwrap();
+        assert_eq!(answer.status().as_u16(), 429, "{path}");
+    }
+    assert!(waiting.try_join_next().is_none(), "no earlier wait was disturbed");
+    // A request that does not wait is answered, and so are calls that wait for their outcome.
+    assert_eq!(api.call(&id).await["status"], "PENDING");
+    let args = json!({ "run_id": "r", "args": { "expression": "1+1" }, "wait_ms": 10_000 });
+    let call = api.post("/v1/tools/calculation.eval/invoke", args).await.is(202);
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    let metrics = api.get("/metrics").await.text;
+    assert!(metrics.contains("toolcrib_streams_refused_total{limit=\"caller\"}"), "{metrics}");
+    waiting.abort_all();
+    let admitted = async || refused().await.is_none().then_some(());
+    until("the waits have given their permits back", admitted).await;
+}
+
+#[tokio::test]
 async fn a_follower_that_stops_reading_is_disconnected() {
     let mut server = process::Server::new().with("LIMITS__WRITE_TIMEOUT_MS", 500);
     server.start().await;

@@ -126,7 +126,7 @@ async fn an_invalid_filter_is_rejected_with_the_valid_values() {
         ("status=DONE", "status", "SUCCEEDED"),
         ("since=yesterday", "since", "RFC 3339"),
         ("since=-5", "since", "Unix seconds"),
-        ("cursor=not-one", "cursor", "given out"),
+        ("cursor=not-one", "cursor", "not valid"),
         ("limit=0", "limit", "1 to 200"),
         ("limit=201", "limit", "1 to 200"),
     ];

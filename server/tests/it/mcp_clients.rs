@@ -1,5 +1,6 @@
 //! Configurations of MCP clients whose server is killed during a call of ten seconds. The part
-//! `mcp-clients` installs them; without `TOOLCRIB_TEST_MCP_CLIENTS` the tests are skipped.
+//! `mcp-clients` installs them, and is the only one that runs and counts these tests; without
+//! `TOOLCRIB_TEST_MCP_CLIENTS` they do nothing.
 
 use std::path::PathBuf;
 

@@ -4,7 +4,7 @@
 mod conversations;
 mod proxy;
 mod restarts;
-mod sdks;
+pub mod sdks;
 
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;

@@ -125,7 +125,7 @@ async fn an_error_is_stored_as_reported() {
         ),
         (json!({ "message": "odd code", "code": "MADE_UP" }), "RUNTIME_ERROR", "odd code"),
         (json!({ "reason": 7 }), "RUNTIME_ERROR", "{\"reason\":7}"),
-        (json!(null), "RUNTIME_ERROR", "did not say why"),
+        (json!(null), "RUNTIME_ERROR", "gave no reason"),
     ] {
         let id = api.invoke("a.tool", json!({})).await;
         api.fail(&id, error.clone()).await;

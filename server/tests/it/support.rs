@@ -5,6 +5,7 @@
 
 pub mod api;
 pub mod database;
+pub mod faults;
 pub mod issuer;
 pub mod mcp;
 pub mod nats;

@@ -15,7 +15,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::project_limiter::ProjectLimiter;
+use toolcrib::ProjectLimiter;
 use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
 use super::{BuiltinSetupError, DatabaseSettings};
@@ -56,7 +56,7 @@ pub struct DatabaseQueryResult {
     pub row_count: usize,
     /// `true` if there were more rows than this result has.
     pub truncated: bool,
-    /// Description of what was left out, and how to get it.
+    /// Description of what was omitted, and how to get it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
@@ -140,7 +140,7 @@ async fn query(
     if args.sql.contains('\0') {
         return Err(invalid_statement_fault("sql has a zero byte in it: remove it"));
     }
-    // Dropping the query's future stops the query, whatever the reason.
+    // Dropping the query's future stops the query, regardless of the reason.
     tokio::select! {
         answer = async {
             match database {
@@ -262,8 +262,8 @@ impl RowCollector {
 
     fn note_byte_limit(&mut self) {
         self.note = Some(format!(
-            "row {} and all after it are left out, as the answer would be over {} bytes: select \
-             fewer or shorter columns, for example substr(column, 1, 200)",
+            "row {} and all later rows are omitted, because the answer would exceed {} bytes: \
+             select fewer or shorter columns, for example substr(column, 1, 200)",
             self.rows.len() + 1,
             self.limits.max_bytes
         ));

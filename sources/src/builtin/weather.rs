@@ -106,7 +106,7 @@ pub fn tool(settings: WeatherSettings) -> Result<FnTool, BuiltinSetupError> {
 async fn query(
     service: &OpenMeteoClient,
     query: &str,
-    asking: &WeatherRequestContext,
+    context: &WeatherRequestContext,
 ) -> Result<CurrentWeather, Fault> {
     let place_query =
         crate::builtin::weather::place_query::parse_place_query(query).ok_or_else(|| {
@@ -114,10 +114,10 @@ async fn query(
                 "no place is named in the query: name one, for example \"weather in Beijing\"",
             )
         })?;
-    let found = find_place(service, &place_query, asking).await?;
-    let mut answer = service.current(found, asking).await?;
+    let found = find_place(service, &place_query, context).await?;
+    let mut answer = service.current(found, context).await?;
     if place_query.asks_other_time {
-        answer.note = Some("this is the weather now: other times cannot be asked for".into());
+        answer.note = Some("this is the current weather: other times are not supported".into());
     }
     Ok(answer)
 }
@@ -126,19 +126,19 @@ async fn query(
 async fn find_place(
     service: &OpenMeteoClient,
     place_query: &PlaceQuery,
-    asking: &WeatherRequestContext,
+    context: &WeatherRequestContext,
 ) -> Result<GeocodedPlace, Fault> {
-    let mut whole = service.search(&place_query.name, 1, asking).await?.into_iter().next();
+    let mut exact_match = service.search(&place_query.name, 1, context).await?.into_iter().next();
     let part = place_query.split_region();
     let fits = |found: &GeocodedPlace| match &part {
         Some(part) if part.has_explicit_region => found.is_in(&part.regions),
         _ => true,
     };
-    if let Some(found) = whole.take_if(|found| fits(found)) {
+    if let Some(found) = exact_match.take_if(|found| fits(found)) {
         return Ok(found);
     }
     if let Some(part) = &part {
-        let mut places = service.search(&part.name, 10, asking).await?;
+        let mut places = service.search(&part.name, 10, context).await?;
         if let Some(n) = places.iter().position(|found| found.is_in(&part.regions)) {
             return Ok(places.swap_remove(n));
         }
@@ -148,7 +148,7 @@ async fn find_place(
             return Ok(places.swap_remove(0));
         }
     }
-    whole.ok_or_else(|| {
+    exact_match.ok_or_else(|| {
         invalid_query_fault(format!(
             "no place \"{}\" is known: check the spelling, or name a larger place nearby",
             place_query.name

@@ -82,8 +82,8 @@ impl HttpApiClient {
         request: &OperationRequest,
         limit: Duration,
     ) -> Result<HttpApiResponse, HttpApiError> {
-        let asking = self.send_following_redirects(request);
-        match tokio::time::timeout(limit, asking).await {
+        let sending = self.send_following_redirects(request);
+        match tokio::time::timeout(limit, sending).await {
             Ok(response) => response,
             Err(_) => Err(HttpApiError::TimedOut(limit)),
         }
@@ -97,7 +97,7 @@ impl HttpApiClient {
         let client = self.client().await?;
         let (headers, secrets) = build_headers(client, request)?;
         let method = Method::from_bytes(request.method.as_bytes())
-            .map_err(|_| HttpApiError::InvalidRequest("the method is none".to_owned()))?;
+            .map_err(|_| HttpApiError::InvalidRequest("the method is invalid".to_owned()))?;
         let reads = matches!(request.method.as_str(), "GET" | "HEAD");
         let mut url = request.url.clone();
         for _ in 0..=MAX_REDIRECTS {
@@ -112,9 +112,7 @@ impl HttpApiClient {
             };
             url = redirect_target(&url, &target, reads)?;
         }
-        Err(HttpApiError::RedirectRefused(format!(
-            "sent the request on more than {MAX_REDIRECTS} times"
-        )))
+        Err(HttpApiError::RedirectRefused(format!("redirected more than {MAX_REDIRECTS} times")))
     }
 
     async fn read_response(
@@ -140,17 +138,16 @@ impl HttpApiClient {
 }
 
 fn redirect_target(from: &Url, target: &HeaderValue, reads: bool) -> Result<Url, HttpApiError> {
-    let unreadable =
-        || HttpApiError::RedirectRefused("sent the request on to what is not a URL".to_owned());
+    let unreadable = || HttpApiError::RedirectRefused("redirected to an invalid URL".to_owned());
     let target = target.to_str().map_err(|_| unreadable())?;
     let to = from.join(target).map_err(|_| unreadable())?;
     if to.origin() != from.origin() {
         let target_origin = origin(&to);
-        let message = format!("sent the request on to another host, {target_origin}: not followed");
+        let message = format!("redirected to another host, {target_origin}: not followed");
         return Err(HttpApiError::RedirectRefused(message));
     }
     if !reads {
-        let message = "sent the request on; what does more than read is not sent twice";
+        let message = "redirected a request that does more than read: not followed";
         return Err(HttpApiError::RedirectRefused(message.to_owned()));
     }
     Ok(to)
@@ -173,9 +170,9 @@ fn build_headers(
         let unusable =
             |problem: &str| HttpApiError::InvalidRequest(format!("the header {name} {problem}"));
         let key = HeaderName::from_bytes(name.as_bytes());
-        let key = key.map_err(|_| unusable("has no usable name"))?;
+        let key = key.map_err(|_| unusable("has an invalid name"))?;
         let mut value = HeaderValue::from_bytes(value.as_bytes())
-            .map_err(|_| unusable("cannot have this value"))?;
+            .map_err(|_| unusable("has an invalid value"))?;
         value.set_sensitive(true);
         headers.insert(key, value);
     }

@@ -28,8 +28,8 @@ pub(super) fn interpret_response(
     about: &HttpCallContext<'_>,
 ) -> Result<Json, Fault> {
     let host = origin(&request.url);
-    let response = response.map_err(|trouble| {
-        let mut fault = fault_from_error(&host, trouble);
+    let response = response.map_err(|error| {
+        let mut fault = fault_from_error(&host, error);
         fault.message = request.secrets.redact(&fault.message);
         fault
     })?;
@@ -43,8 +43,8 @@ pub(super) fn interpret_response(
     }
 }
 
-fn fault_from_error(host: &str, trouble: HttpApiError) -> Fault {
-    match trouble {
+fn fault_from_error(host: &str, error: HttpApiError) -> Fault {
+    match error {
         HttpApiError::InvalidRequest(reason) => {
             toolcrib_protocol::http_operation::bad_request_fault(reason)
         }
@@ -149,10 +149,11 @@ fn unreadable_response_fault(host: &str, reason: &str) -> Fault {
 
 /// Parses the body and redacts its secrets. Also returns whether the body is unchanged.
 fn parse_redacted(host: &str, response: &HttpApiResponse) -> Result<(Value, bool), Fault> {
-    let wrong = |reason: String| unreadable_response_fault(host, &response.secrets.redact(&reason));
-    json::check(&response.body).map_err(|error| wrong(error.to_string()))?;
+    let unreadable =
+        |reason: String| unreadable_response_fault(host, &response.secrets.redact(&reason));
+    json::check(&response.body).map_err(|error| unreadable(error.to_string()))?;
     let mut value: Value =
-        serde_json::from_slice(&response.body).map_err(|error| wrong(error.to_string()))?;
+        serde_json::from_slice(&response.body).map_err(|error| unreadable(error.to_string()))?;
     let changed = response.secrets.redact_json(&mut value);
     Ok((value, !changed))
 }

@@ -95,24 +95,24 @@ impl UpstreamAttempt {
         }
         if note.questions_asked > 0 && self.attempt.effect == Effect::Irreversible {
             let message = format!(
-                "{} asked something, and the session it asked in is lost: it may have happened in \
-                 part, and was not tried again; a retry is not safe",
+                "{} requested input, and its session was lost: it may have taken effect in part \
+                 and was not retried; a retry is not safe",
                 self.attempt.tool
             );
             return StartResult::Finished(Err(Fault::new(Code::OutcomeUnknown, message)));
         }
-        let (live, theirs) = match self.resolve_target().await {
+        let (live, upstream_tool) = match self.resolve_target().await {
             Ok(target) => target,
             Err(fault) => return StartResult::Finished(Err(fault)),
         };
         let direct = live.stateless.clone().filter(|_| {
-            StatelessCallClient::supports_tool_name(&theirs)
+            StatelessCallClient::supports_tool_name(&upstream_tool)
                 && !self.upstream.mirrors_args_in_headers(&self.attempt.tool)
         });
         if let Some(direct) = direct {
-            return self.call_stateless(&direct, live, &theirs, note).await;
+            return self.call_stateless(&direct, live, &upstream_tool, note).await;
         }
-        match self.send_request(live, theirs, note).await {
+        match self.send_request(live, upstream_tool, note).await {
             Ok(out) => self.wait_for_response(out).await,
             Err(fault) => StartResult::Finished(Err(fault)),
         }
@@ -134,14 +134,15 @@ impl UpstreamAttempt {
         self,
         direct: &StatelessCallClient,
         live: Arc<LiveConnection>,
-        theirs: &str,
+        upstream_tool: &str,
         note: McpResumeState,
     ) -> StartResult {
         let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answers = answers.filter(|answers| !answers.is_empty());
         let state = note.state.as_deref();
+        let call = direct.call(upstream_tool, &self.attempt, answers, state, &self.progress);
         let reply = tokio::select! {
-            reply = direct.call(theirs, &self.attempt, answers, state, &self.progress) => reply,
+            reply = call => reply,
             // Closing the connection cancels the request.
             () = self.running.token.cancelled() => {
                 return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
@@ -158,7 +159,7 @@ impl UpstreamAttempt {
             StatelessCallResponse::NotSent(reason) => {
                 // The supervisor checks the connection and updates the upstream's state.
                 self.upstream.retry_now.notify_one();
-                let message = format!("the MCP server {name} is not there: {reason}");
+                let message = format!("the MCP server {name} is not available: {reason}");
                 return StartResult::Finished(Err(Fault::unreachable(message)));
             }
             StatelessCallResponse::Overloaded(status, after_ms) => {
@@ -180,7 +181,7 @@ impl UpstreamAttempt {
     async fn send_request(
         &self,
         live: Arc<LiveConnection>,
-        theirs: String,
+        upstream_tool: String,
         note: McpResumeState,
     ) -> Result<InFlightRequest, Fault> {
         let (upstream, attempt) = (&self.upstream, &self.attempt);
@@ -188,7 +189,7 @@ impl UpstreamAttempt {
             let message = "MCP takes arguments as an object only";
             Fault::new(Code::ValidationError, message).without_side_effect()
         })?;
-        let mut params = CallToolRequestParams::new(theirs).with_arguments(arguments);
+        let mut params = CallToolRequestParams::new(upstream_tool).with_arguments(arguments);
         let answers = attempt.elicitation.as_ref().map(|elicitation| elicitation.answers.clone());
         let mut ready = answers.unwrap_or_default();
         params.request_state = note.state;
@@ -210,8 +211,8 @@ impl UpstreamAttempt {
                     Duration::from_millis(remaining_ms),
                     live.handler.acquire_send_permit(),
                 );
-                let late = |_| Fault::new(Code::Timeout, "it was not its turn in time");
-                Some(turn.await.map_err(|late_by| late(late_by).without_side_effect())?)
+                let timed_out = |_| Fault::new(Code::Timeout, "it was not started in time");
+                Some(turn.await.map_err(|late_by| timed_out(late_by).without_side_effect())?)
             }
             false => None,
         };
@@ -221,31 +222,31 @@ impl UpstreamAttempt {
         // The channel to the transport was closed, so the request was not sent.
         let handle = sent.map_err(|_| upstream.unavailable_fault())?;
         let (id, token) = (handle.id.clone(), handle.progress_token.clone());
-        let (followed, heard) = live.handler.register_call(id, token, self.progress.clone());
+        let (guard, events) = live.handler.register_call(id, token, self.progress.clone());
         drop(sending);
         Ok(InFlightRequest {
             handle,
-            events: heard,
+            events,
             connection: live,
-            guard: followed,
+            guard,
             prepared_answers: ready,
             questions_asked: 0,
         })
     }
 
     /// Waits for the response, an elicitation or cancellation.
-    async fn wait_for_response(self, mut out: InFlightRequest) -> StartResult {
+    async fn wait_for_response(self, mut in_flight: InFlightRequest) -> StartResult {
         loop {
             let response = tokio::select! {
                 biased;
-                answer = &mut out.handle.rx => Some(answer),
-                heard = out.events.recv() => match heard {
+                answer = &mut in_flight.handle.rx => Some(answer),
+                event = in_flight.events.recv() => match event {
                     Some(UpstreamCallEvent::AmbiguousElicitation) => {
-                        return self.fail_ambiguous(out).await;
+                        return self.fail_ambiguous(in_flight).await;
                     }
                     Some(UpstreamCallEvent::Elicitation(question)) => {
-                        match self.handle_elicitation(out, question) {
-                            Ok(rest) => { out = rest; continue; }
+                        match self.handle_elicitation(in_flight, question) {
+                            Ok(rest) => { in_flight = rest; continue; }
                             Err(asks) => return asks,
                         }
                     }
@@ -254,27 +255,27 @@ impl UpstreamAttempt {
                 () = self.running.token.cancelled() => {
                     let reason = Some("the call was canceled".to_owned());
                     // Best effort: the upstream is notified if that succeeds in time.
-                    let telling = out.handle.cancel(reason);
-                    let _ = tokio::time::timeout(CANCEL_TIMEOUT, telling).await;
+                    let notification = in_flight.handle.cancel(reason);
+                    let _ = tokio::time::timeout(CANCEL_TIMEOUT, notification).await;
                     return StartResult::Finished(Err(Fault::new(Code::Canceled, "canceled")));
                 }
             };
             let Some(answer) = response else { continue };
-            out.guard.mark_ended();
+            in_flight.guard.mark_ended();
             let answer = answer.unwrap_or(Err(ServiceError::TransportClosed));
-            return self.finish(&out.connection, answer).await;
+            return self.finish(&in_flight.connection, answer).await;
         }
     }
 
     /// Fails an attempt because an elicitation cannot be attributed to one of the upstream's calls.
     /// A guess might send one caller's answer to another.
     async fn fail_ambiguous(&self, out: InFlightRequest) -> StartResult {
-        out.cancel_after_grace("it is not clear which call asked").await;
+        out.cancel_after_grace("the call that requested input cannot be determined").await;
         let name = &self.upstream.settings.name;
         let message = format!(
-            "{name} asked something while several of its calls were out, or one that was given up \
-             may still be, and its revision of MCP does not say over pipes which call a question \
-             is for: call its tools one at a time, or reach it over HTTP"
+            "{name} requested input while several of its calls were in flight or one that was \
+             given up may still be, and its revision of MCP does not say over stdio which call a \
+             request belongs to: call its tools one at a time, or connect to it over HTTP"
         );
         let code = match self.attempt.effect {
             Effect::Irreversible => Code::OutcomeUnknown,
@@ -296,7 +297,7 @@ impl UpstreamAttempt {
             let _ = question.answer.send(answer);
             return Ok(out);
         }
-        let asked = Map::from_iter([(key.clone(), question.request.clone())]);
+        let questions = Map::from_iter([(key.clone(), question.request.clone())]);
         let note =
             McpResumeState { questions_asked: out.questions_asked, ..McpResumeState::default() }
                 .text();
@@ -304,13 +305,13 @@ impl UpstreamAttempt {
         let suspended =
             SuspendedRequest { request: out, key, elicitation: question, attempt, released: false };
         self.upstream.suspend(&self.attempt, suspended);
-        Err(StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note }))
+        Err(StartResult::NeedsInput(ElicitationRequest { questions, source_state: note }))
     }
 
     /// Resumes a request that was waiting for an answer.
     async fn resume(self, suspended: SuspendedRequest) -> StartResult {
         let SuspendedRequest { request: out, key, elicitation: question, .. } = suspended;
-        let answers = self.attempt.elicitation.as_ref().map(|dialogue| &dialogue.answers);
+        let answers = self.attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
         let answer = answers.and_then(|answers| answers.get(&key).cloned());
         let answer = answer.map(|answer| fill_form_defaults(answer, &question.request));
         // The upstream may have given up in the meantime; its response is then already there.
@@ -329,14 +330,14 @@ impl UpstreamAttempt {
             }
             Ok(ServerResult::InputRequiredResult(result)) => {
                 let requests = result.input_requests.unwrap_or_default();
-                let asked = requests
+                let questions = requests
                     .into_iter()
                     .filter_map(|(key, request)| Some((key, serde_json::to_value(request).ok()?)));
                 let note =
                     McpResumeState { state: result.request_state, ..McpResumeState::default() }
                         .text();
                 StartResult::NeedsInput(ElicitationRequest {
-                    questions: asked.collect(),
+                    questions: questions.collect(),
                     source_state: note,
                 })
             }
@@ -345,15 +346,15 @@ impl UpstreamAttempt {
                 self.detach_as_task(task, Some(live.clone()))
             }
             Ok(_) => {
-                let message = format!("{} answered what is no result", self.upstream.settings.name);
+                let message = format!("{} returned an invalid result", self.upstream.settings.name);
                 StartResult::Finished(Err(outcome::malformed_answer_fault(&self.attempt, message)))
             }
             Err(ServiceError::McpError(error))
-                if let Some(asked) = outcome::url_elicitations(&error) =>
+                if let Some(questions) = outcome::url_elicitations(&error) =>
             {
                 let note =
                     McpResumeState { needs_url_opened: true, ..McpResumeState::default() }.text();
-                StartResult::NeedsInput(ElicitationRequest { questions: asked, source_state: note })
+                StartResult::NeedsInput(ElicitationRequest { questions, source_state: note })
             }
             Err(error) => {
                 let problem = live.diagnostics.problem();
@@ -366,17 +367,18 @@ impl UpstreamAttempt {
 }
 
 /// Fills the fields that an accepted form leaves out with the form's defaults.
-fn fill_form_defaults(mut answer: Value, asked: &Value) -> Value {
+fn fill_form_defaults(mut answer: Value, elicitation: &Value) -> Value {
     if answer["action"] != "accept" {
         return answer;
     }
-    let fields = asked.pointer("/params/requestedSchema/properties").and_then(Value::as_object);
+    let fields =
+        elicitation.pointer("/params/requestedSchema/properties").and_then(Value::as_object);
     for (name, schema) in fields.into_iter().flatten() {
-        let Some(usual) = schema.get("default") else { continue };
+        let Some(default) = schema.get("default") else { continue };
         if let Value::Object(answer) = &mut answer {
             let content = answer.entry("content").or_insert_with(|| Value::Object(Map::new()));
             if let Value::Object(content) = content {
-                content.entry(name.clone()).or_insert_with(|| usual.clone());
+                content.entry(name.clone()).or_insert_with(|| default.clone());
             }
         }
     }

@@ -105,68 +105,72 @@ pub struct UpstreamConnectOptions<'a> {
 
 impl UpstreamConnection {
     /// Connects and performs the handshake.
-    pub async fn connect(dialing: UpstreamConnectOptions<'_>) -> Result<Self, String> {
-        match dialing.settings.command {
-            Some(_) => Self::connect_stdio(dialing).await,
-            None => Self::connect_http(dialing).await,
+    pub async fn connect(options: UpstreamConnectOptions<'_>) -> Result<Self, String> {
+        match options.settings.command {
+            Some(_) => Self::connect_stdio(options).await,
+            None => Self::connect_http(options).await,
         }
     }
 
-    async fn connect_stdio(dialing: UpstreamConnectOptions<'_>) -> Result<Self, String> {
-        let cwd = dialing.settings.cwd.as_deref();
-        let (mut program, pipes) = ChildProcess::start(&dialing.resolved, cwd, dialing.stderr)?;
-        let watch = ConnectionDiagnostics::default();
+    async fn connect_stdio(options: UpstreamConnectOptions<'_>) -> Result<Self, String> {
+        let cwd = options.settings.cwd.as_deref();
+        let (mut program, pipes) = ChildProcess::start(&options.resolved, cwd, options.stderr)?;
+        let diagnostics = ConnectionDiagnostics::default();
         let capture = ToolListCapture::default();
         let output =
-            InspectedOutput::new(pipes.output, watch.invalid_output.clone(), capture.clone());
+            InspectedOutput::new(pipes.output, diagnostics.invalid_output.clone(), capture.clone());
         let transport = AsyncRwTransport::new_client(output, pipes.input)
             .with_max_line_length(MAX_MESSAGE_BYTES);
         let initialized = initialize(
-            &dialing,
+            &options,
             FloodLimitedTransport::new(
                 transport,
-                watch.flood_flag.clone(),
-                dialing.handler.clone(),
+                diagnostics.flood_flag.clone(),
+                options.handler.clone(),
             ),
         )
         .await;
         match initialized {
-            Ok(running) => {
-                Ok(Self::from_service(running, dialing.handler, Some(program), watch, capture))
-            }
+            Ok(running) => Ok(Self::from_service(
+                running,
+                options.handler,
+                Some(program),
+                diagnostics,
+                capture,
+            )),
             Err(reason) => {
                 // The exit status of a process says more than that its pipes are closed.
                 let exit =
                     tokio::time::timeout(Duration::from_millis(200), program.wait_exit()).await;
                 program.shut_down().await;
-                Err(watch.problem().or(exit.ok()).unwrap_or(reason))
+                Err(diagnostics.problem().or(exit.ok()).unwrap_or(reason))
             }
         }
     }
 
-    async fn connect_http(dialing: UpstreamConnectOptions<'_>) -> Result<Self, String> {
-        let watch = ConnectionDiagnostics::default();
-        let (client, config, headers) = build_http_client(&dialing)?;
-        let tape = ToolListCapture::default();
+    async fn connect_http(options: UpstreamConnectOptions<'_>) -> Result<Self, String> {
+        let diagnostics = ConnectionDiagnostics::default();
+        let (client, config, headers) = build_http_client(&options)?;
+        let capture = ToolListCapture::default();
         let client = AuthorizedClient {
             client,
-            authorizer: dialing.authorizer.clone(),
-            capture: tape.clone(),
+            authorizer: options.authorizer.clone(),
+            capture: capture.clone(),
             stream_settled: CancellationToken::new(),
         };
-        let direct = StatelessCallClient::new(client.clone(), &dialing.resolved.url, headers);
+        let direct = StatelessCallClient::new(client.clone(), &options.resolved.url, headers);
         let transport = StreamableHttpClientTransport::with_client(client, config);
         let running = initialize(
-            &dialing,
+            &options,
             FloodLimitedTransport::new(
                 transport,
-                watch.flood_flag.clone(),
-                dialing.handler.clone(),
+                diagnostics.flood_flag.clone(),
+                options.handler.clone(),
             ),
         )
         .await;
-        let running = running.map_err(|reason| watch.problem().unwrap_or(reason))?;
-        let connection = Self::from_service(running, dialing.handler, None, watch, tape);
+        let running = running.map_err(|reason| diagnostics.problem().unwrap_or(reason))?;
+        let connection = Self::from_service(running, options.handler, None, diagnostics, capture);
         Ok(Self { stateless: direct.map(Arc::new), ..connection })
     }
 
@@ -234,9 +238,9 @@ impl UpstreamConnection {
 
     /// Shuts down the connection and its child process.
     pub async fn shut_down(self) {
-        let Self { stop, mut done, program, peer, diagnostics: watch, .. } = self;
+        let Self { stop, mut done, program, peer, diagnostics, .. } = self;
         drop(peer);
-        if let Some(program) = program.as_ref().filter(|_| watch.problem().is_some()) {
+        if let Some(program) = program.as_ref().filter(|_| diagnostics.problem().is_some()) {
             // A process with a broken protocol stream is killed without a grace period.
             program.kill();
         }
@@ -251,32 +255,32 @@ impl UpstreamConnection {
 }
 
 async fn initialize<T>(
-    dialing: &UpstreamConnectOptions<'_>,
+    options: &UpstreamConnectOptions<'_>,
     transport: T,
 ) -> Result<RunningService<RoleClient, Arc<McpClientHandler>>, String>
 where
     T: Transport<RoleClient> + 'static,
 {
-    let mode = match dialing.legacy_handshake {
+    let mode = match options.legacy_handshake {
         true => ClientLifecycleMode::Initialize,
         false => ClientLifecycleMode::Auto {
             preferred_versions: vec![ProtocolVersion::V_2026_07_28],
             legacy_version: Some(ProtocolVersion::LATEST_WITH_INITIALIZE),
         },
     };
-    let serving = serve_client_with_lifecycle(dialing.handler.clone(), transport, mode);
-    match tokio::time::timeout(dialing.limit, serving).await {
+    let serving = serve_client_with_lifecycle(options.handler.clone(), transport, mode);
+    match tokio::time::timeout(options.limit, serving).await {
         Ok(Ok(running)) => Ok(running),
         // Redacted before it is truncated: a part of a secret would not be recognized.
         Ok(Err(error)) => {
-            let reason = dialing.resolved.redact(&describe_initialize_error(&error));
-            let reason = match &dialing.authorizer {
+            let reason = options.resolved.redact(&describe_initialize_error(&error));
+            let reason = match &options.authorizer {
                 Some(authorizer) => authorizer.redact(&reason),
                 None => reason,
             };
             Err(reason.chars().take(500).collect())
         }
-        Err(_) => Err(format!("it did not answer within {} ms", dialing.limit.as_millis())),
+        Err(_) => Err(format!("it did not answer within {} ms", options.limit.as_millis())),
     }
 }
 
@@ -297,21 +301,21 @@ fn describe_initialize_error(error: &ClientInitializeError) -> String {
 type Headers = HashMap<HeaderName, HeaderValue>;
 type HttpClientParts = (reqwest::Client, StreamableHttpClientTransportConfig, Headers);
 
-fn build_http_client(dialing: &UpstreamConnectOptions<'_>) -> Result<HttpClientParts, String> {
+fn build_http_client(options: &UpstreamConnectOptions<'_>) -> Result<HttpClientParts, String> {
     let mut headers = HashMap::new();
-    for (name, value) in &dialing.resolved.headers {
-        let wrong = |_| format!("the header {name} cannot be sent");
-        let name: HeaderName = name.to_ascii_lowercase().parse().map_err(|_| wrong(()))?;
+    for (name, value) in &options.resolved.headers {
+        let invalid = |_| format!("the header {name} cannot be sent");
+        let name: HeaderName = name.to_ascii_lowercase().parse().map_err(|_| invalid(()))?;
         let mut value =
             HeaderValue::from_str(value).map_err(|_| format!("{name}: not sendable"))?;
         value.set_sensitive(true);
         headers.insert(name, value);
     }
     // An upstream that was added with an API key must not give access to the server's own network.
-    let builder = match dialing.settings.guarded {
+    let builder = match options.settings.guarded {
         true => {
-            let rules = dialing.outbound;
-            rules.check(&dialing.resolved.url).map_err(|reason| format!("url {reason}"))?;
+            let rules = options.outbound;
+            rules.check(&options.resolved.url).map_err(|reason| format!("url {reason}"))?;
             rules.client_builder()
         }
         false => reqwest::Client::builder()
@@ -325,7 +329,7 @@ fn build_http_client(dialing: &UpstreamConnectOptions<'_>) -> Result<HttpClientP
         .pool_idle_timeout(POOL_IDLE_TIMEOUT)
         .build()
         .map_err(|error| error.to_string())?;
-    let config = StreamableHttpClientTransportConfig::with_uri(dialing.resolved.url.as_str())
+    let config = StreamableHttpClientTransportConfig::with_uri(options.resolved.url.as_str())
         .custom_headers(headers.clone())
         .max_sse_event_size(MAX_MESSAGE_BYTES)
         .max_concurrent_requests(MAX_REQUESTS)

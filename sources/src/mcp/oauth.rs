@@ -94,7 +94,7 @@ impl Authorizer {
     /// `Authorization` header.
     pub(super) fn for_server(
         settings: &McpServerSettings,
-        ledger: &Arc<dyn UpstreamRegistry>,
+        registry: &Arc<dyn UpstreamRegistry>,
         outbound: &Arc<OutboundPolicy>,
         base: &SharedPublicBaseUrl,
     ) -> Option<Arc<Self>> {
@@ -106,7 +106,7 @@ impl Authorizer {
         Some(Arc::new(Self {
             settings: settings.clone(),
             oauth: settings.oauth.clone().unwrap_or_default(),
-            registry: ledger.clone(),
+            registry: registry.clone(),
             outbound: outbound.clone(),
             public_base_url: base.clone(),
             credentials: CachedCredentials::default(),
@@ -198,7 +198,7 @@ impl Authorizer {
     ) -> Result<AccessToken, AuthorizationError> {
         let machine = self.oauth.grant == GrantKind::ClientCredentials;
         if machine && useless {
-            let reason = "it refuses the token that its own issuer gave us";
+            let reason = "it refused the token that its own issuer issued";
             return Err(AuthorizationError::Failed(reason.to_owned()));
         }
         if machine {
@@ -226,19 +226,19 @@ impl Authorizer {
         inner: &mut AuthorizerState,
         header: Option<&str>,
     ) -> Result<AccessToken, AuthorizationError> {
-        let trouble = |reason: String| Err(AuthorizationError::Failed(reason));
+        let failed = |reason: String| Err(AuthorizationError::Failed(reason));
         let url = self.url()?;
         let challenge = reqwest::Url::parse(&url).ok().zip(header);
         let challenge = challenge.map(|(url, header)| WWWAuthenticateParams::parse(header, &url));
         let Some(challenge) = challenge.filter(WWWAuthenticateParams::is_insufficient_scope) else {
-            return trouble("it does not let us do this (HTTP 403)".to_owned());
+            return failed("it refused this operation (HTTP 403)".to_owned());
         };
         let needed = crate::mcp::oauth::token_store::split_scopes(
             challenge.scope.as_deref().unwrap_or_default(),
         );
         if needed.iter().all(|scope| inner.credential.requested_scopes.contains(scope)) {
-            return trouble(format!(
-                "it wants the scope \"{}\", which was asked for already",
+            return failed(format!(
+                "it requires the scope \"{}\", which was already requested",
                 needed.join(" ")
             ));
         }

@@ -45,8 +45,8 @@ impl OfferedTools {
         let missing: Vec<String> = missing.cloned().collect();
         let total = list.len();
         for tool in list {
-            let theirs = tool.name.to_string();
-            let overrides = settings.tools.get(&theirs);
+            let upstream_name = tool.name.to_string();
+            let overrides = settings.tools.get(&upstream_name);
             if overrides.is_some_and(|overrides| overrides.enabled == Some(false)) {
                 continue;
             }
@@ -56,17 +56,17 @@ impl OfferedTools {
                 let reason = format!("it offers {total} tools, and max_tools is {limit}");
                 offered
                     .skipped
-                    .push((format!("{theirs} and {} more", remaining.max(1) - 1), reason));
+                    .push((format!("{upstream_name} and {} more", remaining.max(1) - 1), reason));
                 break;
             }
-            let Some(name) = qualified_tool_name(&settings.name, &theirs) else {
-                let reason = "it has no name that a tool can have".to_owned();
-                offered.skipped.push((theirs.chars().take(80).collect(), reason));
+            let Some(name) = qualified_tool_name(&settings.name, &upstream_name) else {
+                let reason = "its name is not a valid tool name".to_owned();
+                offered.skipped.push((upstream_name.chars().take(80).collect(), reason));
                 continue;
             };
             if offered.tools.contains_key(&name) {
                 let reason = format!("another of its tools is called {name} already");
-                offered.skipped.push((theirs, reason));
+                offered.skipped.push((upstream_name, reason));
                 continue;
             }
             let definition = definition(settings, overrides, &name, &tool, default_timeout_ms);
@@ -76,7 +76,7 @@ impl OfferedTools {
             if definition.input_schema.text().contains("x-mcp-header") {
                 offered.header_mirrored.insert(name.clone());
             }
-            offered.upstream_names.insert(name.clone(), theirs);
+            offered.upstream_names.insert(name.clone(), upstream_name);
             offered.tools.insert(name, definition);
         }
         let reason = "it is in the settings, and the server does not offer it";
@@ -86,12 +86,12 @@ impl OfferedTools {
 }
 
 /// Returns `NAME.tool`, replacing the characters that a name cannot contain.
-fn qualified_tool_name(upstream: &str, theirs: &str) -> Option<String> {
-    let plain = |c: char| match c {
+fn qualified_tool_name(upstream: &str, upstream_name: &str) -> Option<String> {
+    let sanitize = |c: char| match c {
         c if c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '/' | '.') => c,
         _ => '_',
     };
-    let rest: String = theirs.chars().map(plain).collect();
+    let rest: String = upstream_name.chars().map(sanitize).collect();
     let name = format!("{upstream}.{}", rest.trim_matches('.').replace("..", "_"));
     check_tool_name(&name).ok().map(|()| name)
 }

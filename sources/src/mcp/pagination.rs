@@ -62,7 +62,7 @@ impl std::io::Write for ByteCountWriter {
 
 async fn fetch_all<P, F>(
     item_kind: &str,
-    mut ask: impl FnMut(Option<PaginatedRequestParams>) -> F,
+    mut request_page: impl FnMut(Option<PaginatedRequestParams>) -> F,
 ) -> Result<Vec<P::Item>, ServiceError>
 where
     P: McpListPage,
@@ -71,7 +71,7 @@ where
     let (mut items, mut cursor, mut bytes) = (Vec::new(), None::<String>, ByteCountWriter(0));
     for _ in 0..MAX_PAGES {
         let params = cursor.take().map(|c| PaginatedRequestParams::default().with_cursor(Some(c)));
-        let (page, next) = ask(params).await?.split();
+        let (page, next) = request_page(params).await?.split();
         // A page that cannot be serialized counts as zero bytes.
         let _ = serde_json::to_writer(&mut bytes, &page);
         items.extend(page);
@@ -112,17 +112,17 @@ pub(super) async fn tools(
     peer: &Peer<RoleClient>,
     capture: &ToolListCapture,
 ) -> Result<Vec<UpstreamToolEntry>, ServiceError> {
-    let listening = capture.start_capture();
-    let listening = &listening;
-    let ask = |page: Option<PaginatedRequestParams>| async move {
-        match (peer.list_tools(page).await, listening.take()) {
+    let capture_guard = capture.start_capture();
+    let capture_guard = &capture_guard;
+    let request_page = |page: Option<PaginatedRequestParams>| async move {
+        match (peer.list_tools(page).await, capture_guard.take()) {
             (Ok(page), raw_page) => {
-                let left_out = raw_page
+                let omitted = raw_page
                     .map(|raw_page| omitted_tools(raw_page, &page.tools))
                     .unwrap_or_default();
                 let tools =
                     page.tools.into_iter().map(|tool| UpstreamToolEntry::Tool(Box::new(tool)));
-                Ok(ToolListPage(tools.chain(left_out).collect(), page.next_cursor))
+                Ok(ToolListPage(tools.chain(omitted).collect(), page.next_cursor))
             }
             // One malformed tool makes the whole page unreadable for `rmcp`: use the tools parsed
             // one by one.
@@ -133,12 +133,12 @@ pub(super) async fn tools(
             (Err(error), _) => Err(error),
         }
     };
-    fetch_all("tools", ask).await
+    fetch_all("tools", request_page).await
 }
 
 fn unreadable() -> ServiceError {
-    let message = "it is not as MCP has it: every tool needs a name that is a text and an \
-                   inputSchema that is an object";
+    let message = "it violates the MCP specification: every tool needs a name that is a string and \
+                   an inputSchema that is an object";
     ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
@@ -151,20 +151,20 @@ fn tool_page_from_raw(page: raw_tool_list::RawToolPage) -> ToolListPage {
     ToolListPage(tools.chain(unreadable_tools(page.unreadable)).collect(), page.next)
 }
 
-/// Returns the tools that the upstream offers on a page and that `rmcp` left out.
+/// Returns the tools that the upstream offers on a page and that `rmcp` omitted.
 fn omitted_tools(raw_page: raw_tool_list::RawToolPage, read: &[Tool]) -> Vec<UpstreamToolEntry> {
-    let mut left_out: Vec<UpstreamToolEntry> = unreadable_tools(raw_page.unreadable).collect();
+    let mut omitted: Vec<UpstreamToolEntry> = unreadable_tools(raw_page.unreadable).collect();
     if raw_page.tools.len() == read.len() {
-        return left_out;
+        return omitted;
     }
     let read_names: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
-    let reason = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
+    let reason = "its arguments in headers (x-mcp-header) violate the MCP specification";
     let missing =
         raw_page.tools.into_iter().filter(|tool| !read_names.contains(tool.name.as_ref()));
-    left_out.extend(missing.map(|tool| {
+    omitted.extend(missing.map(|tool| {
         UpstreamToolEntry::Unreadable(tool.name.chars().take(80).collect(), reason.to_owned())
     }));
-    left_out
+    omitted
 }
 
 /// Returns every resource of an upstream.

@@ -81,9 +81,9 @@ impl ToolListCapture {
             return None;
         }
         let answer: RawToolListResponse<'_> = serde_json::from_slice(text).ok()?;
-        let (page, fine) = parse_page(answer.result);
+        let (page, is_readable) = parse_page(answer.result);
         let without =
-            (!page.unreadable.is_empty()).then(|| remove_unreadable(text, &fine)).flatten();
+            (!page.unreadable.is_empty()).then(|| remove_unreadable(text, &is_readable)).flatten();
         if let Some(captured) = self.0.lock().as_mut() {
             *captured = Some(page);
         }
@@ -95,10 +95,10 @@ impl ToolListCapture {
 fn parse_page(list: RawToolListResult<'_>) -> (RawToolPage, Vec<bool>) {
     let next = list.next.as_ref().and_then(Value::as_str).filter(|next| !next.is_empty());
     let mut page = RawToolPage { next: next.map(str::to_owned), ..RawToolPage::default() };
-    let mut fine = Vec::with_capacity(list.tools.len());
+    let mut is_readable = Vec::with_capacity(list.tools.len());
     for (index, text) in list.tools.into_iter().enumerate() {
         let read = serde_json::from_str::<Tool>(text.get());
-        fine.push(read.is_ok());
+        is_readable.push(read.is_ok());
         match read {
             Ok(tool) => page.tools.push(tool),
             Err(error) => {
@@ -106,7 +106,7 @@ fn parse_page(list: RawToolListResult<'_>) -> (RawToolPage, Vec<bool>) {
             }
         }
     }
-    (page, fine)
+    (page, is_readable)
 }
 
 fn tool_label(tool: &RawValue, index: usize) -> String {
@@ -127,11 +127,12 @@ fn describe_parse_error(tool: &RawValue, error: &serde_json::Error) -> String {
     // The error does not name the field.
     let field = serde_json::from_str::<Map<String, Value>>(tool.get()).ok().and_then(|tool| {
         let texts = ["name", "title", "description"].into_iter();
-        let mut wrong = texts.filter(|field| tool.get(*field).is_some_and(|v| !v.is_string()));
+        let mut invalid_fields =
+            texts.filter(|field| tool.get(*field).is_some_and(|v| !v.is_string()));
         let objects = ["inputSchema", "outputSchema", "annotations"].into_iter();
-        let mut shapeless =
+        let mut non_objects =
             objects.filter(|field| tool.get(*field).is_some_and(|v| !v.is_object()));
-        wrong.next().or_else(|| shapeless.next())
+        invalid_fields.next().or_else(|| non_objects.next())
     });
     match field {
         Some(field) => format!("it cannot be read: {field}: {message}"),
@@ -140,11 +141,11 @@ fn describe_parse_error(tool: &RawValue, error: &serde_json::Error) -> String {
 }
 
 /// Returns the response with only the parsable tools.
-fn remove_unreadable(text: &[u8], fine: &[bool]) -> Option<String> {
+fn remove_unreadable(text: &[u8], is_readable: &[bool]) -> Option<String> {
     let mut answer: Value = serde_json::from_slice(text).ok()?;
     let tools = answer.pointer_mut("/result/tools")?.as_array_mut()?;
-    let mut fine = fine.iter();
-    tools.retain(|_| fine.next().copied().unwrap_or(false));
+    let mut is_readable = is_readable.iter();
+    tools.retain(|_| is_readable.next().copied().unwrap_or(false));
     Some(answer.to_string())
 }
 

@@ -60,7 +60,7 @@ pub struct McpServerSettings {
     /// tool are refused, until an operator accepts it.
     #[serde(skip_serializing_if = "is_false")]
     pub pin: bool,
-    /// Minimum effect of its tools, whatever the server declares: `read`, `idempotent` or
+    /// Minimum effect of its tools, regardless of what the server declares: `read`, `idempotent` or
     /// `irreversible`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<EffectWord>")]
@@ -197,7 +197,8 @@ impl McpServerSettings {
             return settings_error("name", reason);
         }
         if RESERVED.contains(&self.name.as_str()) {
-            let reason = format!("\"{}\" is taken: Toolcrib has tools under it", self.name);
+            let reason =
+                format!("\"{}\" is reserved: Toolcrib has tools under this name", self.name);
             return settings_error("name", reason);
         }
         match (&self.command, &self.url) {
@@ -230,7 +231,7 @@ impl McpServerSettings {
                 return settings_error("oauth", "is for a server with a url");
             }
             if authorized {
-                return settings_error("oauth", "and a header Authorization cannot both be");
+                return settings_error("oauth", "and a header Authorization exclude each other");
             }
             oauth.check().or_else(|reason| settings_error("oauth", reason))?;
         }

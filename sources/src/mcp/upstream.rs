@@ -84,7 +84,7 @@ impl UpstreamServer {
         settings: McpServerSettings,
         changes: broadcast::Sender<UpstreamChange>,
         outbound: Arc<OutboundPolicy>,
-        pass: Option<Arc<Authorizer>>,
+        authorizer: Option<Arc<Authorizer>>,
     ) -> Arc<Self> {
         let phase = if settings.enabled { UpstreamPhase::Starting } else { UpstreamPhase::Off };
         Arc::new(Self {
@@ -93,7 +93,7 @@ impl UpstreamServer {
             stderr: StderrTail::default(),
             changes,
             outbound,
-            authorizer: pass,
+            authorizer,
             stop: CancellationToken::new(),
             retry_now: Notify::new(),
             refreshes_requested: AtomicU64::new(0),
@@ -159,9 +159,9 @@ impl UpstreamServer {
         }
         let number = self.refreshes_requested.fetch_add(1, Ordering::AcqRel) + 1;
         self.retry_now.notify_one();
-        let mut looked = self.refreshes_completed.subscribe();
+        let mut completed = self.refreshes_completed.subscribe();
         tokio::select! {
-            _ = looked.wait_for(|looked| *looked >= number) => {}
+            _ = completed.wait_for(|completed| *completed >= number) => {}
             () = self.stop.cancelled() => {}
         }
     }
@@ -213,9 +213,9 @@ impl UpstreamServer {
             (None, UpstreamPhase::Off) => "it is switched off".to_owned(),
             (None, _) => "it has not answered yet".to_owned(),
         };
-        let message = format!("the MCP server {name} is not there: {reason}");
-        let shut = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
-        Fault::unreachable(message).retryable(!shut)
+        let message = format!("the MCP server {name} is not available: {reason}");
+        let is_unavailable = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
+        Fault::unreachable(message).retryable(!is_unavailable)
     }
 
     /// Returns the upstream's own name for one of its registered tools.
@@ -223,7 +223,7 @@ impl UpstreamServer {
         let found = self.offered.lock().upstream_names.get(tool).cloned();
         found.ok_or_else(|| {
             let name = &self.settings.name;
-            let message = format!("the MCP server {name} does not offer {tool} any more");
+            let message = format!("the MCP server {name} no longer offers {tool}");
             Fault::new(Code::ToolNotFound, message).without_side_effect()
         })
     }
@@ -268,18 +268,18 @@ impl UpstreamServer {
         self.abandon(call_id);
     }
 
-    /// Records that an attempt is over for the engine. For an attempt that sent an elicitation the
-    /// second report means that its call has ended, so no answer will come and the request is
+    /// Records that an attempt has ended for the engine. For an attempt that sent an elicitation
+    /// the second report means that its call has ended, so no answer will come and the request is
     /// abandoned.
     pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
-        let over = {
+        let has_call_ended = {
             let mut suspended = self.suspended.lock();
             match suspended.get_mut(call_id).filter(|request| request.attempt == attempt) {
                 Some(request) => std::mem::replace(&mut request.released, true),
                 None => false,
             }
         };
-        if over {
+        if has_call_ended {
             self.abandon(call_id);
         }
     }
@@ -299,9 +299,9 @@ impl UpstreamServer {
         tokio::spawn(async move {
             tokio::time::sleep(remaining).await;
             let Some(upstream) = upstream.upgrade() else { return };
-            let same = |request: &SuspendedRequest| request.attempt == number;
-            let still = upstream.suspended.lock().get(&call_id).is_some_and(same);
-            if still {
+            let is_same_attempt = |request: &SuspendedRequest| request.attempt == number;
+            let is_suspended = upstream.suspended.lock().get(&call_id).is_some_and(is_same_attempt);
+            if is_suspended {
                 upstream.abandon(&call_id);
             }
         });
@@ -311,7 +311,7 @@ impl UpstreamServer {
         let mut state = self.state.lock();
         let stored: &mut VecDeque<ToolChange> = &mut state.changes;
         stored.extend(changes);
-        let over = stored.len().saturating_sub(MAX_STORED_CHANGES);
-        stored.drain(..over);
+        let excess = stored.len().saturating_sub(MAX_STORED_CHANGES);
+        stored.drain(..excess);
     }
 }

@@ -44,8 +44,8 @@ impl Model for AnthropicModel {
         let credential = KeyHeader::Header(HeaderName::from_static("x-api-key"));
         let answer = self.client.post("/messages", headers, credential, body).await?;
         let mut blocks = AnthropicReplyAssembler::new(&self.client);
-        let discreet = self.client.key_redactor(listener);
-        let listener = |delta| discreet.push(delta);
+        let redactor = self.client.key_redactor(listener);
+        let listener = |delta| redactor.push(delta);
         let reply = match answer.is_stream() {
             true => answer.read_events(blocks, &listener).await?,
             false => {
@@ -53,7 +53,7 @@ impl Model for AnthropicModel {
                 blocks.finish()?
             }
         };
-        Ok(discreet.finish(reply))
+        Ok(redactor.finish(reply))
     }
 }
 

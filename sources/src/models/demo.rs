@@ -34,10 +34,14 @@ impl Model for DemoModel {
         let question = last_user_message(&prompt.messages);
         let since = question.as_ref().map_or(0, |(question_index, _)| question_index + 1);
         let since = &prompt.messages[since..];
-        let asked = question.map(|(_, text)| text).unwrap_or_default();
+        let question_text = question.map(|(_, text)| text).unwrap_or_default();
         let (text, calls) = match collect_results(since) {
-            found if !found.is_empty() => (summarize_results(&found, &asked), Vec::new()),
-            _ => plan_reply(&asked, &offered_tool_names(&prompt.tools), prompt.messages.len()),
+            found if !found.is_empty() => (summarize_results(&found, &question_text), Vec::new()),
+            _ => plan_reply(
+                &question_text,
+                &offered_tool_names(&prompt.tools),
+                prompt.messages.len(),
+            ),
         };
         for word in text.split_inclusive(' ') {
             listener(Delta::Text(word.to_owned()));
@@ -54,8 +58,9 @@ impl Model for DemoModel {
             prompt_tokens: tokens::count(&read) as u64,
             completion_tokens: tokens::count(&format!("{text}{arguments}")) as u64,
         };
-        let stopped = if calls.is_empty() { FinishReason::Stop } else { FinishReason::ToolCalls };
-        Ok(ModelReply { text, calls, finish_reason: stopped, usage, model: Some(DEMO.into()) })
+        let finish_reason =
+            if calls.is_empty() { FinishReason::Stop } else { FinishReason::ToolCalls };
+        Ok(ModelReply { text, calls, finish_reason, usage, model: Some(DEMO.into()) })
     }
 }
 
@@ -88,34 +93,34 @@ fn plan_reply(
         let model_name = name_for_model(name);
         tools.iter().find(|offered| **offered == model_name || **offered == name).copied()
     };
-    let mut asked: Vec<(&str, Value)> = Vec::new();
+    let mut planned: Vec<(&str, Value)> = Vec::new();
     for name in tools {
-        asked
+        planned
             .extend(parse_explicit_arguments(question, name).into_iter().map(|args| (*name, args)));
     }
-    if let (Some(name), true) = (tool(WEATHER), asked.is_empty())
+    if let (Some(name), true) = (tool(WEATHER), planned.is_empty())
         && question.to_lowercase().contains("weather")
     {
         let query: String = question.chars().take(500).collect();
-        asked.push((name, json!({ "query": query })));
+        planned.push((name, json!({ "query": query })));
     }
     let calculator = tool(CALCULATOR);
-    if let (Some(name), true) = (calculator, asked.is_empty()) {
+    if let (Some(name), true) = (calculator, planned.is_empty()) {
         let found = find_expressions(question);
-        asked.extend(found.into_iter().map(|found| (name, json!({ "expression": found }))));
+        planned.extend(found.into_iter().map(|found| (name, json!({ "expression": found }))));
     }
-    let understood = !asked.is_empty();
+    let understood = !planned.is_empty();
     if let (Some(name), false) = (calculator, understood) {
-        asked.push((name, json!({ "expression": EXAMPLE })));
+        planned.push((name, json!({ "expression": EXAMPLE })));
     }
-    asked.truncate(MAX_CALLS);
-    let text = match (understood, asked.len()) {
+    planned.truncate(MAX_CALLS);
+    let text = match (understood, planned.len()) {
         (_, 0) => "I am a scripted model without any tool to call, so I can only say this.",
         (true, 1) => "Let me ask a tool.",
         (true, _) => "Let me ask the tools.",
         (false, _) => "I am a scripted model and understood nothing of this. To show you a call:",
     };
-    let calls = asked.into_iter().enumerate().map(|(n, (name, args))| ToolCallRequest {
+    let calls = planned.into_iter().enumerate().map(|(n, (name, args))| ToolCallRequest {
         id: format!("call_{question_index}_{n}"),
         name: name.to_owned(),
         arguments: args.to_string(),

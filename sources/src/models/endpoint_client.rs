@@ -64,8 +64,8 @@ pub struct ModelResponseLimits {
 
 impl Default for ModelResponseLimits {
     fn default() -> Self {
-        let (whole, idle) = (Duration::from_secs(600), Duration::from_secs(120));
-        Self { total: whole, idle, max_bytes: 16 << 20 }
+        let (total, idle) = (Duration::from_secs(600), Duration::from_secs(120));
+        Self { total, idle, max_bytes: 16 << 20 }
     }
 }
 
@@ -149,9 +149,8 @@ impl EndpointClient {
                 KeyHeader::Bearer => (reqwest::header::AUTHORIZATION, format!("Bearer {key}")),
                 KeyHeader::Header(name) => (name, key.clone()),
             };
-            let mut value = HeaderValue::from_str(&text).map_err(|_| {
-                permanent_error("the model's key has characters that no key has", None)
-            })?;
+            let mut value = HeaderValue::from_str(&text)
+                .map_err(|_| permanent_error("the model's key has invalid characters", None))?;
             value.set_sensitive(true);
             headers.insert(name, value);
         }
@@ -160,18 +159,14 @@ impl EndpointClient {
             .map_err(|_| permanent_error("the model's base_url is not a URL", None))?;
         // The query stays: some endpoints expect their version there.
         url.set_path(&format!("{}{path}", url.path().trim_end_matches('/')));
-        let patience = self.endpoint.limits;
-        let until = Instant::now() + patience.total;
+        let limits = self.endpoint.limits;
+        let until = Instant::now() + limits.total;
         let request = self.client()?.post(url).headers(headers).body(body);
-        let first = timeout(patience.idle.min(patience.total), request.send()).await;
+        let first = timeout(limits.idle.min(limits.total), request.send()).await;
         let response =
             first.map_err(|_| self.idle_error())?.map_err(|error| self.connection_error(&error))?;
-        let answer = ModelResponse {
-            client: self,
-            response,
-            deadline: until,
-            bytes_left: patience.max_bytes,
-        };
+        let answer =
+            ModelResponse { client: self, response, deadline: until, bytes_left: limits.max_bytes };
         match answer.response.status() {
             status if status.is_success() => Ok(answer),
             status => Err(answer.error_from_status(status, key.as_deref()).await),
@@ -180,7 +175,7 @@ impl EndpointClient {
 
     fn idle_error(&self) -> ModelError {
         let ms = self.endpoint.limits.idle.as_millis();
-        transient_error(format!("the model at {} said nothing for {ms} ms", self.host))
+        transient_error(format!("the model at {} sent nothing for {ms} ms", self.host))
     }
 
     fn connection_error(&self, error: &reqwest::Error) -> ModelError {
@@ -203,15 +198,12 @@ impl EndpointClient {
 
     /// Returns the error for a response that ended before the model reported that it was done.
     pub(super) fn truncated_error(&self) -> ModelError {
-        transient_error(format!("the answer of the model at {} was cut", self.host))
+        transient_error(format!("the answer of the model at {} was cut off", self.host))
     }
 
     /// Returns the error for a response that cannot be parsed.
     pub(super) fn malformed_error(&self) -> ModelError {
-        transient_error(format!(
-            "the model at {} answered something that is not its protocol",
-            self.host
-        ))
+        transient_error(format!("the model at {} returned an invalid response", self.host))
     }
 
     /// Returns the error that the endpoint reported within its stream.
@@ -220,7 +212,7 @@ impl EndpointClient {
         let key = self.endpoint.key.load().ok().flatten();
         let detail = error_message(error, key.as_deref());
         let detail = detail.map(|text| format!(": {text}")).unwrap_or_default();
-        let message = format!("the model at {} gave up{detail}", self.host);
+        let message = format!("the model at {} stopped with an error{detail}", self.host);
         match kind {
             "invalid_request_error"
             | "authentication_error"
@@ -257,20 +249,20 @@ impl ModelResponse<'_> {
     }
 
     async fn next_chunk(&mut self) -> Result<Option<Bytes>, ModelError> {
-        let (client, patience) = (self.client, self.client.endpoint.limits);
-        let idle = timeout(patience.idle, self.response.chunk());
-        let late = |_| {
-            let ms = patience.total.as_millis();
-            transient_error(format!("the model at {} was not done after {ms} ms", client.host))
+        let (client, limits) = (self.client, self.client.endpoint.limits);
+        let idle = timeout(limits.idle, self.response.chunk());
+        let timed_out = |_| {
+            let ms = limits.total.as_millis();
+            transient_error(format!("the model at {} did not finish within {ms} ms", client.host))
         };
         let chunk = timeout_at(self.deadline, idle)
             .await
-            .map_err(late)?
+            .map_err(timed_out)?
             .map_err(|_| client.idle_error())?;
         let chunk = chunk.map_err(|error| client.connection_error(&error))?;
         let size = chunk.as_ref().map_or(0, Bytes::len);
         self.bytes_left = self.bytes_left.checked_sub(size).ok_or_else(|| {
-            let (host, max_bytes) = (&client.host, patience.max_bytes);
+            let (host, max_bytes) = (&client.host, limits.max_bytes);
             let message = format!("the model at {host} answered more than {max_bytes} bytes");
             model_error(Code::PayloadTooLarge, message, false)
         })?;
@@ -298,7 +290,7 @@ impl ModelResponse<'_> {
                 Ok(Some(chunk)) => chunk,
                 Ok(None) => return assembly.finish(),
                 // If the reply was complete before the connection broke, nothing is missing.
-                Err(silence) => return assembly.finish().map_err(|_| silence),
+                Err(error) => return assembly.finish().map_err(|_| error),
             };
             for event in parser.push(&chunk).map_err(|_| self.client.malformed_error())? {
                 if !event.data.is_empty() && assembly.push_event(&event.data, listener)? {
@@ -324,8 +316,9 @@ impl ModelResponse<'_> {
     /// Converts an error response into a model error.
     async fn error_from_status(mut self, status: StatusCode, key: Option<&str>) -> ModelError {
         let wait = retry_after_ms(self.response.headers());
-        let finer = self.response.headers().get("retry-after-ms");
-        let finer = finer.and_then(|ms| ms.to_str().ok()?.parse::<u64>().ok());
+        let retry_after_ms_header = self.response.headers().get("retry-after-ms");
+        let retry_after_ms_header =
+            retry_after_ms_header.and_then(|ms| ms.to_str().ok()?.parse::<u64>().ok());
         self.bytes_left = self.bytes_left.min(MAX_ERROR_BODY_BYTES);
         let mut text = Vec::new();
         while let Ok(Some(chunk)) = self.next_chunk().await {
@@ -345,19 +338,20 @@ impl ModelResponse<'_> {
         let message =
             format!("the model at {} answered {}{reason}", self.client.host, status.as_u16());
         let detail = json!({ "http_status": status.as_u16(), "type": kind, "code": code });
-        let spent = code.as_deref() == Some("insufficient_quota");
-        let passes = matches!(status.as_u16(), 408 | 409 | 425 | 429) || status.is_server_error();
-        if spent || !passes {
+        let is_quota_exhausted = code.as_deref() == Some("insufficient_quota");
+        let is_transient =
+            matches!(status.as_u16(), 408 | 409 | 425 | 429) || status.is_server_error();
+        if is_quota_exhausted || !is_transient {
             return permanent_error(message, Some(detail));
         }
-        let mut silence = transient_error(message);
+        let mut model_error = transient_error(message);
         let mut detail = detail;
-        if let Some(ms) = finer.or(wait) {
+        if let Some(ms) = retry_after_ms_header.or(wait) {
             detail["retry_after_ms"] = ms.into();
-            silence.retry_after = Some(Duration::from_millis(ms));
+            model_error.retry_after = Some(Duration::from_millis(ms));
         }
-        silence.fault.detail = Some(detail);
-        silence
+        model_error.fault.detail = Some(detail);
+        model_error
     }
 }
 
@@ -382,7 +376,7 @@ fn transient_error(message: impl Into<String>) -> ModelError {
 }
 
 fn permanent_error(message: impl Into<String>, detail: Option<Value>) -> ModelError {
-    let mut silence = model_error(Code::UpstreamUnavailable, message, false);
-    silence.fault.detail = detail;
-    silence
+    let mut error = model_error(Code::UpstreamUnavailable, message, false);
+    error.fault.detail = detail;
+    error
 }

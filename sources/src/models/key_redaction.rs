@@ -50,7 +50,7 @@ fn should_redact(key: &str) -> bool {
     }
 }
 
-/// Returns the text with the key redacted, whatever the length of the key.
+/// Returns the text with the key redacted, regardless of the length of the key.
 pub(super) fn redact_key(text: &str, key: Option<&str>) -> String {
     match key.filter(|key| !key.is_empty()) {
         Some(key) => redact_all(text, &key.chars().collect::<Vec<_>>()),
@@ -194,7 +194,9 @@ fn match_escaped_char(text: &str, expected: char) -> KeyMatch {
                 false => KeyMatch::Mismatch,
             }
         }
-        Some(same) if same == expected && matches!(same, '/' | '"' | '\\') => KeyMatch::Full(2),
+        Some(is_same) if is_same == expected && matches!(is_same, '/' | '"' | '\\') => {
+            KeyMatch::Full(2)
+        }
         Some(_) => KeyMatch::Mismatch,
     }
 }

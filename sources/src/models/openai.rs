@@ -59,13 +59,13 @@ impl Model for OpenAiModel {
         let body = self.request(prompt);
         let path = "/chat/completions";
         let answer = self.client.post(path, HeaderMap::new(), KeyHeader::Bearer, body).await?;
-        let discreet = self.client.key_redactor(listener);
-        let listener = |delta| discreet.push(delta);
+        let redactor = self.client.key_redactor(listener);
+        let listener = |delta| redactor.push(delta);
         let reply = match answer.is_stream() {
             true => answer.read_events(OpenAiReplyAssembler::new(&self.client), &listener).await?,
             false => read_complete_reply(&self.client, answer, &listener).await?,
         };
-        Ok(discreet.finish(reply))
+        Ok(redactor.finish(reply))
     }
 }
 
@@ -157,8 +157,9 @@ impl<'l> OpenAiReplyAssembler<'l> {
             let fragment = ToolCallFragment::parse(call);
             // A fragment with a name and without an index, after another one in the same chunk,
             // starts a new call.
-            let beside = n > 0 && fragment.index.is_none() && fragment.name.is_some();
-            let existing = if whole || beside { None } else { self.find_call(&fragment) };
+            let starts_sibling_call = n > 0 && fragment.index.is_none() && fragment.name.is_some();
+            let existing =
+                if whole || starts_sibling_call { None } else { self.find_call(&fragment) };
             self.push_call_fragment(&fragment, existing, listener);
         }
     }

@@ -64,7 +64,7 @@ pub struct LlmSettings {
 
 impl Default for LlmSettings {
     fn default() -> Self {
-        let patience = ModelResponseLimits::default();
+        let limits = ModelResponseLimits::default();
         Self {
             kind: ModelKind::default(),
             base_url: None,
@@ -73,9 +73,9 @@ impl Default for LlmSettings {
             api_key_env: None,
             api_key_file: None,
             max_tokens: None,
-            timeout_ms: patience.total.as_millis() as u64,
-            idle_timeout_ms: patience.idle.as_millis() as u64,
-            max_answer_bytes: patience.max_bytes,
+            timeout_ms: limits.total.as_millis() as u64,
+            idle_timeout_ms: limits.idle.as_millis() as u64,
+            max_answer_bytes: limits.max_bytes,
             max_retries: ModelRequestPolicy::default().retries,
             retry_backoff_ms: ModelRequestPolicy::default().backoff.initial_ms,
             other_models: true,
@@ -135,14 +135,14 @@ pub struct NamedModelSettings {
 impl LlmSettings {
     /// Builds the engine's policy for model requests and their retries.
     pub fn request_policy(&self) -> ModelRequestPolicy {
-        let usual = ModelRequestPolicy::default();
+        let default = ModelRequestPolicy::default();
         let timeouts = self.models.values().filter_map(|model| model.timeout_ms);
-        let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..usual.backoff };
+        let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..default.backoff };
         ModelRequestPolicy {
             retries: self.max_retries,
             backoff,
             // An upper bound for all endpoints; each endpoint's own timeout ends sooner.
-            request_ms: timeouts.chain([self.timeout_ms]).max().unwrap_or(usual.request_ms),
+            request_ms: timeouts.chain([self.timeout_ms]).max().unwrap_or(default.request_ms),
             max_answer_bytes: self.max_answer_bytes,
         }
     }
@@ -187,7 +187,7 @@ impl LlmSettings {
         let base = model.base_url.as_deref();
         let base = base.or_else(|| self.base_url.as_deref().filter(|_| same_kind));
         let base_url = base_url_or_default(base, kind.into());
-        let same = same_kind
+        let is_same = same_kind
             && base_url == base_url_or_default(self.base_url.as_deref(), self.kind.into());
         let has_key = model.api_key_env.is_some() || model.api_key_file.is_some();
         // A key is sent only to the endpoint it was meant for.
@@ -195,7 +195,7 @@ impl LlmSettings {
             referenced
         } else if has_key {
             api_key_source(model.api_key_env.as_deref(), model.api_key_file.clone(), kind)
-        } else if same {
+        } else if is_same {
             self.key_source(kind)
         } else if base_url == base_url_or_default(None, kind.into()) {
             api_key_source(None, None, kind)
@@ -203,7 +203,7 @@ impl LlmSettings {
             // The usual variable may hold the key of `[llm]` or of the vendor.
             ApiKeySource { variable: None, file: None, is_required: false }
         };
-        let whole = model.timeout_ms.unwrap_or(self.timeout_ms);
+        let timeout_ms = model.timeout_ms.unwrap_or(self.timeout_ms);
         let idle = model.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
         ModelEndpoint {
             kind: kind.into(),
@@ -211,7 +211,7 @@ impl LlmSettings {
             key,
             max_tokens: model.max_tokens.or(self.max_tokens),
             limits: ModelResponseLimits {
-                total: Duration::from_millis(whole),
+                total: Duration::from_millis(timeout_ms),
                 idle: Duration::from_millis(idle),
                 max_bytes: self.max_answer_bytes,
             },
@@ -286,7 +286,7 @@ fn check_reference(key: &str, value: Option<&str>) -> Result<(), InvalidSetting>
 }
 
 fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> ApiKeySource {
-    let usual = match kind {
+    let default = match kind {
         ModelKind::Openai => "OPENAI_API_KEY",
         ModelKind::Anthropic => "ANTHROPIC_API_KEY",
     };
@@ -294,7 +294,7 @@ fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind
         Some("") => ApiKeySource { variable: None, file, is_required: false },
         Some(name) => ApiKeySource { variable: Some(name.to_owned()), file, is_required: true },
         // Endpoints on the local machine require no key.
-        None => ApiKeySource { variable: Some(usual.to_owned()), file, is_required: false },
+        None => ApiKeySource { variable: Some(default.to_owned()), file, is_required: false },
     }
 }
 
@@ -315,9 +315,9 @@ fn check_url(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
 }
 
 fn check_variable(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
     // Catches a key that was written here by mistake, before it appears in a log.
-    if value.is_some_and(|name| !name.chars().all(plain) || name.len() > 128) {
+    if value.is_some_and(|name| !name.chars().all(is_allowed) || name.len() > 128) {
         let reason = "must be the name of an environment variable, not the key itself";
         return Err(InvalidSetting::new(key, reason));
     }

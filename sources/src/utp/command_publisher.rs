@@ -22,9 +22,9 @@ use toolcrib_protocol::utp::{NatsConnection, wire};
 
 /// Maximum number of commands in flight.
 const MAX_IN_FLIGHT: usize = 1_024;
-/// Time that new commands wait for the acknowledgement of those in flight, to be sent as one batch;
-/// and the number of queued commands that are sent without waiting.
+/// Time that new commands wait for the acknowledgement of those in flight, to be sent as one batch.
 const BATCH_WINDOW: Duration = Duration::from_millis(2);
+/// Number of queued commands that are sent without waiting.
 const BATCH_SIZE: usize = 24;
 /// Maximum number of commands taken from the queue at once.
 const MAX_DRAIN: usize = 256;
@@ -36,10 +36,10 @@ const OVERDUE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const MARGIN_MS: u64 = 20_000;
 /// Delay before a failed search is repeated.
 const SEARCH_AGAIN: Duration = Duration::from_millis(500);
-/// Maximum size of a message with prefetched cards, and the size from which a card is not
-/// prefetched.
-const AHEAD_BYTES: usize = 262_144;
-const LARGE: usize = 65_536;
+/// Maximum size of a message with prefetched cards.
+const MAX_PREFETCH_BYTES: usize = 262_144;
+/// Size from which a card is not prefetched.
+const MAX_PREFETCHED_CARD_BYTES: usize = 65_536;
 
 /// Commands that are not acknowledged yet.
 pub(super) type UnacknowledgedCommands = Arc<Mutex<HashSet<(CallId, u32)>>>;
@@ -50,7 +50,7 @@ pub(super) struct OutgoingCommand {
     subject: String,
     /// The encoded message, or `None` if it was published before and must be encoded again.
     encoded: Option<(HeaderMap, Vec<u8>)>,
-    tries: u32,
+    publish_attempts: u32,
     /// `true` if the broker may already have it, from this process or an earlier one.
     may_be_published: bool,
 }
@@ -61,8 +61,8 @@ impl OutgoingCommand {
     pub(super) fn new(version: &str, attempt: Attempt) -> Result<Option<Self>, String> {
         let Some(command) = &attempt.command else { return Ok(None) };
         let (subject, headers, payload) = wire::encode_command(version, &attempt, command)?;
-        let (written, may_be_published) = (Some((headers, payload)), attempt.redelivered);
-        Ok(Some(Self { subject, encoded: written, attempt, tries: 0, may_be_published }))
+        let (encoded, may_be_published) = (Some((headers, payload)), attempt.redelivered);
+        Ok(Some(Self { subject, encoded, attempt, publish_attempts: 0, may_be_published }))
     }
 
     pub(super) fn attempt_key(&self) -> (CallId, u32) {
@@ -74,8 +74,8 @@ impl OutgoingCommand {
     }
 
     fn take_encoded(&mut self, version: &str) -> Option<(HeaderMap, Vec<u8>)> {
-        if let Some(written) = self.encoded.take() {
-            return Some(written);
+        if let Some(encoded) = self.encoded.take() {
+            return Some(encoded);
         }
         let command = self.attempt.command.as_ref()?;
         let (_, headers, payload) = wire::encode_command(version, &self.attempt, command).ok()?;
@@ -88,8 +88,9 @@ impl OutgoingCommand {
 
     /// Returns `true` if the command may be published already and the broker no longer detects
     /// duplicates of it.
-    fn is_past_duplicate_window(&self, now_ms: u64, remembers_ms: u64) -> bool {
-        self.may_be_published && now_ms.saturating_sub(self.created_ms()) + MARGIN_MS > remembers_ms
+    fn is_past_duplicate_window(&self, now_ms: u64, duplicate_window_ms: u64) -> bool {
+        self.may_be_published
+            && now_ms.saturating_sub(self.created_ms()) + MARGIN_MS > duplicate_window_ms
     }
 
     /// Returns the command's card and the inbox of the follower that receives it in advance.
@@ -99,33 +100,35 @@ impl OutgoingCommand {
         let command = self.attempt.command.as_ref()?;
         let card = derived::call_card(&command.call, Some(&command.binding));
         let text = serde_json::value::to_raw_value(&wire::WireCard::new(&card)).ok()?;
-        (text.get().len() < LARGE).then_some((inbox, text))
+        (text.get().len() < MAX_PREFETCHED_CARD_BYTES).then_some((inbox, text))
     }
 }
 
 /// Searches the stream for these commands. Sends those that are missing back for publication.
 async fn search_published(
     nats: NatsConnection,
-    waiting: UnacknowledgedCommands,
-    back: UnboundedSender<OutgoingCommand>,
+    unacknowledged: UnacknowledgedCommands,
+    requeue: UnboundedSender<OutgoingCommand>,
     subject: String,
-    mut some: Vec<OutgoingCommand>,
+    mut commands: Vec<OutgoingCommand>,
 ) {
     loop {
-        some.retain(|outgoing| waiting.lock().contains(&outgoing.attempt_key()));
-        let Some(oldest_ms) = some.iter().map(OutgoingCommand::created_ms).min() else { return };
-        let ids = some.iter().map(OutgoingCommand::message_id).collect();
+        commands.retain(|outgoing| unacknowledged.lock().contains(&outgoing.attempt_key()));
+        let Some(oldest_ms) = commands.iter().map(OutgoingCommand::created_ms).min() else {
+            return;
+        };
+        let ids = commands.iter().map(OutgoingCommand::message_id).collect();
         let since_ms = oldest_ms.saturating_sub(MARGIN_MS);
         let error = match nats.find_published_ids(&subject, since_ms, &ids).await {
             Ok(found) => {
-                for mut outgoing in some {
+                for mut outgoing in commands {
                     if found.contains(&outgoing.message_id()) {
-                        waiting.lock().remove(&outgoing.attempt_key());
+                        unacknowledged.lock().remove(&outgoing.attempt_key());
                         continue;
                     }
                     outgoing.may_be_published = false;
                     // Fails only when the server shuts down.
-                    let _ = back.send(outgoing);
+                    let _ = requeue.send(outgoing);
                 }
                 return;
             }
@@ -134,7 +137,7 @@ async fn search_published(
         tracing::debug!(%error, subject, "the search for published commands will be repeated");
         tokio::select! {
             () = tokio::time::sleep(SEARCH_AGAIN) => {}
-            () = back.closed() => return,
+            () = requeue.closed() => return,
         }
     }
 }
@@ -158,7 +161,7 @@ struct PublishAck {
 }
 
 pub(super) struct CommandPublisher {
-    link: NatsConnection,
+    nats: NatsConnection,
     unacknowledged: UnacknowledgedCommands,
     /// Subject prefix of acknowledgements, followed by the number of the message.
     ack_inbox: String,
@@ -172,7 +175,7 @@ impl CommandPublisher {
     pub(super) fn new(nats: NatsConnection, unacknowledged: UnacknowledgedCommands) -> Self {
         let ack_inbox = nats.client().new_inbox();
         Self {
-            link: nats,
+            nats,
             unacknowledged,
             ack_inbox,
             in_flight: HashMap::new(),
@@ -182,13 +185,13 @@ impl CommandPublisher {
     }
 
     /// Publishes until the queue is closed.
-    pub(super) async fn run(mut self, mut commands: UnboundedReceiver<OutgoingCommand>) {
-        let mut look = tokio::time::interval(OVERDUE_CHECK_INTERVAL);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut some = Vec::with_capacity(MAX_DRAIN);
-        let (back, mut unpublished) = unbounded_channel();
+    pub(super) async fn run(mut self, mut queue: UnboundedReceiver<OutgoingCommand>) {
+        let mut overdue_check = tokio::time::interval(OVERDUE_CHECK_INTERVAL);
+        overdue_check.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut commands = Vec::with_capacity(MAX_DRAIN);
+        let (requeue, mut unpublished) = unbounded_channel();
         loop {
-            let acks = self.link.client().subscribe(format!("{}.*", self.ack_inbox)).await;
+            let acks = self.nats.client().subscribe(format!("{}.*", self.ack_inbox)).await;
             let Ok(mut acks) = acks else {
                 tokio::time::sleep(OVERDUE_CHECK_INTERVAL).await;
                 continue;
@@ -200,27 +203,27 @@ impl CommandPublisher {
                         Some(ack) => self.handle_ack(&ack),
                         None => break,
                     },
-                    count = commands.recv_many(&mut some, MAX_DRAIN),
-                        if self.can_publish(commands.len()) =>
+                    count = queue.recv_many(&mut commands, MAX_DRAIN),
+                        if self.can_publish(queue.len()) =>
                     {
                         if count == 0 {
                             return;
                         }
-                        self.publish(&mut some, &back).await;
+                        self.publish(&mut commands, &requeue).await;
                     }
                     Some(outgoing) = unpublished.recv() => {
-                        some.push(outgoing);
-                        self.publish(&mut some, &back).await;
+                        commands.push(outgoing);
+                        self.publish(&mut commands, &requeue).await;
                     }
                     () = sleep_until_window_ends(self.batch_window),
                         if self.batch_window.is_some() =>
                     {
                         self.batch_window = None;
                     }
-                    _ = look.tick(), if !self.in_flight.is_empty() => {
-                        some.extend(self.take_overdue());
-                        if !some.is_empty() {
-                            self.publish(&mut some, &back).await;
+                    _ = overdue_check.tick(), if !self.in_flight.is_empty() => {
+                        commands.extend(self.take_overdue());
+                        if !commands.is_empty() {
+                            self.publish(&mut commands, &requeue).await;
                         }
                     }
                 }
@@ -230,9 +233,9 @@ impl CommandPublisher {
 
     /// Returns `true` if queued commands can be sent: none is awaited, or there are enough for a
     /// batch.
-    fn can_publish(&self, waiting: usize) -> bool {
+    fn can_publish(&self, queued: usize) -> bool {
         let has_capacity = self.in_flight.len() < MAX_IN_FLIGHT;
-        has_capacity && (self.batch_window.is_none() || waiting >= BATCH_SIZE)
+        has_capacity && (self.batch_window.is_none() || queued >= BATCH_SIZE)
     }
 
     fn handle_ack(&mut self, ack: &Message) {
@@ -252,14 +255,14 @@ impl CommandPublisher {
         }
         let reason = String::from_utf8_lossy(&ack.payload);
         tracing::debug!(command = sent.outgoing.message_id(), why = %reason, "will be published again");
-        self.link.invalidate_streams();
+        self.nats.invalidate_streams();
         self.retry_later(sent.outgoing);
     }
 
-    /// Schedules a command for another try, with backoff.
+    /// Schedules a command to be published again, with backoff.
     fn retry_later(&mut self, mut outgoing: OutgoingCommand) {
-        outgoing.tries += 1;
-        let wait = Duration::from_millis(50 << outgoing.tries.min(5));
+        outgoing.publish_attempts += 1;
+        let wait = Duration::from_millis(50 << outgoing.publish_attempts.min(5));
         self.track(outgoing, wait);
     }
 
@@ -282,23 +285,23 @@ impl CommandPublisher {
 
     async fn publish(
         &mut self,
-        some: &mut Vec<OutgoingCommand>,
-        back: &UnboundedSender<OutgoingCommand>,
+        commands: &mut Vec<OutgoingCommand>,
+        requeue: &UnboundedSender<OutgoingCommand>,
     ) {
-        self.link.wait_until_connected().await;
-        if let Err(error) = self.link.ensure_streams().await {
+        self.nats.wait_until_connected().await;
+        if let Err(error) = self.nats.ensure_streams().await {
             tracing::debug!(%error, "the streams do not exist yet");
-            return some.drain(..).for_each(|outgoing| self.retry_later(outgoing));
+            return commands.drain(..).for_each(|outgoing| self.retry_later(outgoing));
         }
         {
             // Drops commands whose call has ended in the meantime.
-            let waiting = self.unacknowledged.lock();
-            some.retain(|outgoing| waiting.contains(&outgoing.attempt_key()));
+            let unacknowledged = self.unacknowledged.lock();
+            commands.retain(|outgoing| unacknowledged.contains(&outgoing.attempt_key()));
         }
-        self.divert_uncertain(some, back);
-        self.send_cards(some).await;
-        for mut outgoing in some.drain(..) {
-            let Some((mut headers, payload)) = outgoing.take_encoded(self.link.version()) else {
+        self.divert_uncertain(commands, requeue);
+        self.send_cards(commands).await;
+        for mut outgoing in commands.drain(..) {
+            let Some((mut headers, payload)) = outgoing.take_encoded(self.nats.version()) else {
                 continue;
             };
             headers.insert(async_nats::header::NATS_MESSAGE_ID, outgoing.message_id());
@@ -307,7 +310,7 @@ impl CommandPublisher {
             let number = self.track(outgoing, ACK_TIMEOUT);
             self.batch_window = Some((number, tokio::time::Instant::now() + BATCH_WINDOW));
             let reply = format!("{}.{number}", self.ack_inbox);
-            let client = self.link.client();
+            let client = self.nats.client();
             let sent = client
                 .publish_with_reply_and_headers(subject, reply, headers, payload.into())
                 .await;
@@ -322,38 +325,44 @@ impl CommandPublisher {
     /// Searches for commands that the broker may have forgotten, while the others are published.
     fn divert_uncertain(
         &self,
-        some: &mut Vec<OutgoingCommand>,
-        back: &UnboundedSender<OutgoingCommand>,
+        commands: &mut Vec<OutgoingCommand>,
+        requeue: &UnboundedSender<OutgoingCommand>,
     ) {
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
-        let remembers_ms = self.link.duplicate_window_ms();
+        let duplicate_window_ms = self.nats.duplicate_window_ms();
         let mut doubtful: HashMap<String, Vec<OutgoingCommand>> = HashMap::new();
-        for outgoing in
-            some.extract_if(.., |one| one.is_past_duplicate_window(now_ms, remembers_ms))
+        for outgoing in commands
+            .extract_if(.., |command| command.is_past_duplicate_window(now_ms, duplicate_window_ms))
         {
             doubtful.entry(outgoing.subject.clone()).or_default().push(outgoing);
         }
-        for (subject, some) in doubtful {
-            let (nats, waiting) = (self.link.clone(), self.unacknowledged.clone());
-            tokio::spawn(search_published(nats, waiting, back.clone(), subject, some));
+        for (subject, commands) in doubtful {
+            let (nats, unacknowledged) = (self.nats.clone(), self.unacknowledged.clone());
+            tokio::spawn(search_published(
+                nats,
+                unacknowledged,
+                requeue.clone(),
+                subject,
+                commands,
+            ));
         }
     }
 
     /// Sends the cards before the commands, so that they arrive first.
-    async fn send_cards(&self, some: &[OutgoingCommand]) {
-        let mut ahead: HashMap<Arc<str>, (Vec<Box<RawValue>>, usize)> = HashMap::new();
-        for outgoing in some {
-            let Some((inbox, card)) = outgoing.card(&self.link) else { continue };
-            let (cards, bytes) = ahead.entry(inbox.clone()).or_default();
+    async fn send_cards(&self, commands: &[OutgoingCommand]) {
+        let mut cards_by_subject: HashMap<Arc<str>, (Vec<Box<RawValue>>, usize)> = HashMap::new();
+        for outgoing in commands {
+            let Some((inbox, card)) = outgoing.card(&self.nats) else { continue };
+            let (cards, bytes) = cards_by_subject.entry(inbox.clone()).or_default();
             *bytes += card.get().len();
             cards.push(card);
-            if *bytes > AHEAD_BYTES {
+            if *bytes > MAX_PREFETCH_BYTES {
                 let cards = std::mem::take(cards);
                 *bytes = 0;
                 self.publish_cards(&inbox, &cards).await;
             }
         }
-        for (inbox, (cards, _)) in ahead {
+        for (inbox, (cards, _)) in cards_by_subject {
             self.publish_cards(&inbox, &cards).await;
         }
     }
@@ -361,7 +370,7 @@ impl CommandPublisher {
     async fn publish_cards(&self, inbox: &str, cards: &[Box<RawValue>]) {
         let Ok(body) = serde_json::to_vec(&wire::PrefetchedCardsBody { cards }) else { return };
         // Best effort: a follower without the card requests it.
-        let sent = self.link.client().publish(inbox.to_owned(), body.into()).await;
+        let sent = self.nats.client().publish(inbox.to_owned(), body.into()).await;
         if let Err(error) = sent {
             tracing::debug!(%error, "cards were not sent in advance");
         }

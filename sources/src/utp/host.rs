@@ -179,8 +179,8 @@ impl ToolHost {
     }
 
     /// Sets the number of commands that run concurrently.
-    pub fn with_max_concurrency(mut self, at_once: usize) -> Self {
-        self.max_concurrency = at_once.max(1);
+    pub fn with_max_concurrency(mut self, max_concurrency: usize) -> Self {
+        self.max_concurrency = max_concurrency.max(1);
         self
     }
 
@@ -196,11 +196,11 @@ impl ToolHost {
         if !toolcrib::domain::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
         }
-        let asker =
+        let rpc_client =
             HostRpcClient { connection: self.connection.clone(), sender: self.name.clone() };
         let serving = Arc::new(CommandHandler {
-            prefetched: PrefetchedCards::new(asker.clone(), target),
-            server: ServerClient::new(asker),
+            prefetched: PrefetchedCards::new(rpc_client.clone(), target),
+            server: ServerClient::new(rpc_client),
             tools: self.tools,
             fallback: self.fallback,
             running: Mutex::default(),
@@ -298,8 +298,8 @@ async fn consume_commands(
         let free = serving.await_collecting_cards(&mut cards, acquire_free_permits(permits));
         let Some(free) = stopping.run_until_cancelled(free).await else { break };
         let mut free = free?;
-        let asking = consumer.batch().max_messages(free.num_permits()).expires(PULL_EXPIRY);
-        let mut commands = asking.messages().await?;
+        let pull = consumer.batch().max_messages(free.num_permits()).expires(PULL_EXPIRY);
+        let mut commands = pull.messages().await?;
         // This process starts every command that it has received, even while stopping.
         loop {
             let message = tokio::select! {
@@ -410,7 +410,7 @@ impl CommandHandler {
     async fn execute(&self, command: &ReceivedCommand, deliveries: i64) -> ReportOutcome {
         let prepared = match command.validate() {
             Ok(()) => self.load_arguments(command, deliveries).await,
-            Err(trouble) => Err(trouble),
+            Err(error) => Err(error),
         };
         let (answer, meta) = match prepared {
             Ok(CardArguments {
@@ -526,8 +526,8 @@ impl CommandHandler {
 
 fn unknown_outcome_fault(tool_name: &str) -> Fault {
     let message = format!(
-        "{tool_name} was begun before and its result is not known: it may have happened, and was \
-         not begun again"
+        "{tool_name} was started before and its result is unknown: it may have taken effect and \
+         was not started again"
     );
     Fault::new(Code::OutcomeUnknown, message)
 }
@@ -535,7 +535,7 @@ fn unknown_outcome_fault(tool_name: &str) -> Fault {
 /// Returns the result for a call that has already ended by timeout or cancellation. Its effect is
 /// no longer expected, so the tool does not run.
 fn not_started_result(tool_name: &str) -> ToolJobResult {
-    let message = format!("{tool_name} was not begun: its call has ended");
+    let message = format!("{tool_name} was not started: its call has ended");
     let fault = Fault::new(Code::Canceled, message).without_side_effect();
     ToolJobResult { status: ToolStatus::Canceled, ..ToolJobResult::failed(fault) }
 }

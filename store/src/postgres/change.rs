@@ -15,12 +15,15 @@ pub(super) trait Change: Send {
     /// Starts the statements that can be pipelined with those of other changes.
     fn start_pipelined<'a>(
         &'a mut self,
-        desk: &'a WriterConnection,
+        connection: &'a WriterConnection,
     ) -> Option<ChangeFuture<'a, ()>>;
     /// Assigns the numbers that the change needs, before anything is sent.
     fn assign_numbers(&mut self, _numbers: &mut SequenceCounters) {}
     /// Runs what must run alone, after the pipelined statements of the group.
-    fn run_alone<'a>(&'a mut self, desk: &'a mut WriterConnection) -> Option<ChangeFuture<'a, ()>>;
+    fn run_alone<'a>(
+        &'a mut self,
+        connection: &'a mut WriterConnection,
+    ) -> Option<ChangeFuture<'a, ()>>;
     /// Sends the result to the caller, after the commit or the failure.
     fn reply(self: Box<Self>, committed: Result<(), StoreError>);
 }

@@ -56,9 +56,9 @@ const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profi
      FROM resource.project_agents ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
 
 /// Loads the whole directory from one snapshot.
-pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionError> {
-    lent.begin_snapshot().await?;
-    let session = &*lent;
+pub(super) async fn load(mut pooled: PooledSession) -> Result<Directory, SessionError> {
+    pooled.begin_snapshot().await?;
+    let session = &*pooled;
     let directory = Directory {
         version: read_version(session).await?,
         tools: session.query_map(TOOLS, &[], read_tool).await?,
@@ -79,7 +79,7 @@ pub(super) async fn load(mut lent: PooledSession) -> Result<Directory, SessionEr
         limits: session.query_map(limits::LIMITS, &[], read_limit).await?,
         switches: session.query_map(limits::SWITCHES, &[], read_switch).await?,
     };
-    lent.end_snapshot().await?;
+    pooled.end_snapshot().await?;
     Ok(directory)
 }
 
@@ -107,8 +107,8 @@ pub(super) async fn apply_change(
         return Ok(SaveResult::Conflict);
     }
     match change {
-        DirectoryChange::Register { client, tools, unlisted_tools: others } => {
-            register_client(session, client, tools, *others).await?;
+        DirectoryChange::Register { client, tools, unlisted_tools } => {
+            register_client(session, client, tools, *unlisted_tools).await?;
         }
         DirectoryChange::Withdraw { project, client_id, tool } => {
             let sql = "DELETE FROM offers WHERE project = $1 AND client_id = $2 AND tool = $3";
@@ -311,13 +311,13 @@ async fn register_client(
     session: &Session,
     client: &Client,
     tools: &[ToolDefinition],
-    others: UnlistedTools,
+    unlisted_tools: UnlistedTools,
 ) -> Result<(), SessionError> {
     let sql = "INSERT INTO clients VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING";
     let registered = client.registered_ms as i64;
     let params: SqlParams<'_> = &[&client.project, &client.client_id, &client.owner, &registered];
     session.execute(sql, params).await?;
-    if others == UnlistedTools::Withdraw {
+    if unlisted_tools == UnlistedTools::Withdraw {
         let sql = "DELETE FROM offers WHERE project = $1 AND client_id = $2";
         session.execute(sql, &[&client.project, &client.client_id]).await?;
     }

@@ -45,7 +45,7 @@ pub(super) async fn list_events(
     session.query_map(&sql, params, read_event).await
 }
 
-pub(super) async fn newest_event(
+pub(super) async fn last_event_number(
     session: &Session,
     scope: &EventScope,
 ) -> Result<u64, SessionError> {

@@ -80,7 +80,7 @@ const NO_TLS: &str = "sslmode=require is not supported: connect through a tunnel
      on a network you trust";
 
 /// Toolcrib's tables are found without their schema name, and an acknowledged commit is durable
-/// whatever the server's own settings are.
+/// regardless of the server's own settings.
 const SESSION_SETUP_SQL: &str = "SET search_path TO toolcrib, pg_catalog; \
      SET tcp_keepalives_idle = 15; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; \
      SELECT set_config('synchronous_commit', 'on', false) \

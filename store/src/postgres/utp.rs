@@ -284,9 +284,9 @@ impl SharedTables for PostgresStore {
     async fn record_disposition(
         &self,
         number: u64,
-        judged: ReportDisposition,
+        disposition: ReportDisposition,
     ) -> Result<(), StoreError> {
-        self.write((number, judged), |writer, input| {
+        self.write((number, disposition), |writer, input| {
             Box::pin(reports::record_report_verdict(writer, input))
         })
         .await

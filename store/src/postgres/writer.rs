@@ -14,13 +14,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use toolcrib::ports::store::StoreError;
 
 use super::change::{Change, ChangeFuture, WriterConnection};
 use super::session::{Connector, SessionError};
-use super::writer_lease::{SequenceCounters, current_backend, terminate_backend, try_lock};
+use super::writer_lease::{
+    SequenceCounters, current_backend, read_generation, terminate_backend, try_lock,
+};
 use crate::row::RowReader;
 
 /// Maximum number of changes that share a transaction.
@@ -33,15 +34,22 @@ const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// The reason why nothing can be written at present, shared with the senders of changes.
 #[derive(Clone, Default)]
-pub(super) struct WriterOutage(Arc<Mutex<Option<String>>>);
+pub(super) struct WriterOutage(Arc<watch::Sender<Option<String>>>);
 
 impl WriterOutage {
     fn reason(&self) -> Option<String> {
-        self.0.lock().clone()
+        self.0.borrow().clone()
     }
 
     fn set(&self, reason: Option<String>) {
-        *self.0.lock() = reason;
+        self.0.send_replace(reason);
+    }
+
+    /// Returns once another server has taken over the database.
+    async fn lease_lost(&self) {
+        let is_lost = |reason: &Option<String>| reason.as_deref() == Some(LEASE_LOST);
+        // The sender lives as long as this value, so the wait ends with the loss only.
+        let _ = self.0.subscribe().wait_for(is_lost).await;
     }
 }
 
@@ -53,16 +61,22 @@ pub(super) struct PostgresWriter {
 
 impl PostgresWriter {
     pub(super) fn start(writer: WriterConnection, address: Connector) -> Self {
-        let (queue, waiting) = mpsc::channel(MAX_QUEUED_CHANGES);
+        let (queue, receiver) = mpsc::channel(MAX_QUEUED_CHANGES);
         let outage = WriterOutage::default();
-        let clerk = WriterTask {
+        let task = WriterTask {
             connection: writer,
             connector: address,
             outage: outage.clone(),
-            queue: waiting,
+            queue: receiver,
         };
-        tokio::spawn(clerk.run());
+        tokio::spawn(task.run());
         Self { queue, outage }
+    }
+
+    /// Returns the reason once another server has taken over the database.
+    pub(super) async fn wait_for_lost_lease(&self) -> &'static str {
+        self.outage.lease_lost().await;
+        LEASE_LOST
     }
 
     pub(super) fn send(&self, change: Box<dyn Change>) -> Result<(), StoreError> {
@@ -71,7 +85,7 @@ impl PostgresWriter {
         }
         self.queue.try_send(change).map_err(|refused| {
             let reason = match refused {
-                mpsc::error::TrySendError::Full(_) => "too much waits to be written",
+                mpsc::error::TrySendError::Full(_) => "the write queue is full",
                 mpsc::error::TrySendError::Closed(_) => "the writer has stopped",
             };
             StoreError::Unavailable(reason.to_owned())
@@ -110,9 +124,9 @@ impl WriterTask {
                 let reason = self.outage.reason().unwrap_or_default();
                 return fail_group(group, &reason);
             }
-            let Err(broke) = self.write_group(&mut group).await else { break };
-            if self.connection.session.is_closed() || broke.is_connection_lost() {
-                tracing::warn!(why = broke.message(), "the connection to PostgreSQL is lost");
+            let Err(error) = self.write_group(&mut group).await else { break };
+            if self.connection.session.is_closed() || error.is_connection_lost() {
+                tracing::warn!(why = error.message(), "the connection to PostgreSQL is lost");
                 match self.resolve_commit_fate().await {
                     CommitFate::Committed => break,
                     CommitFate::RolledBack => continue,
@@ -120,30 +134,30 @@ impl WriterTask {
                         let reason =
                             self.outage.reason().unwrap_or_else(|| COMMIT_FATE_UNKNOWN.to_owned());
                         let error = StoreError::OutcomeUnknown(reason);
-                        group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+                        group.into_iter().for_each(|change| change.reply(Err(clone_error(&error))));
                         return;
                     }
                 }
             }
             let _ = self.connection.session.batch_execute("ROLLBACK").await;
             if size == 1 {
-                tracing::error!(why = broke.message(), "a change was refused by PostgreSQL");
-                let error = broke.into_store_error();
-                return group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+                tracing::error!(why = error.message(), "PostgreSQL refused a change");
+                let error = error.into_store_error();
+                return group.into_iter().for_each(|change| change.reply(Err(clone_error(&error))));
             }
             tracing::debug!(
-                why = broke.message(),
+                why = error.message(),
                 size,
                 "retrying the changes of a group separately"
             );
-            for one in group {
-                Box::pin(self.commit_group(vec![one])).await;
+            for change in group {
+                Box::pin(self.commit_group(vec![change])).await;
             }
             return;
         }
         metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
         metrics::histogram!("toolcrib_store_commit_group_size").record(size as f64);
-        group.into_iter().for_each(|one| one.reply(Ok(())));
+        group.into_iter().for_each(|change| change.reply(Ok(())));
     }
 
     /// Commits a group in one transaction. Restores the counters if the transaction fails.
@@ -158,17 +172,17 @@ impl WriterTask {
 
     async fn run_transaction(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), SessionError> {
         let mut numbers = self.connection.counters;
-        group.iter_mut().for_each(|one| one.assign_numbers(&mut numbers));
+        group.iter_mut().for_each(|change| change.assign_numbers(&mut numbers));
         self.connection.counters = numbers;
         {
             let writer = &self.connection;
             let begin = writer.session.batch_execute("BEGIN");
             let mut sent: Vec<ChangeFuture<'_, ()>> = vec![Box::pin(begin)];
-            sent.extend(group.iter_mut().filter_map(|one| one.start_pipelined(writer)));
+            sent.extend(group.iter_mut().filter_map(|change| change.start_pipelined(writer)));
             futures::future::try_join_all(sent).await?;
         }
-        for one in group.iter_mut() {
-            if let Some(running) = one.run_alone(&mut self.connection) {
+        for change in group.iter_mut() {
+            if let Some(running) = change.run_alone(&mut self.connection) {
                 running.await?;
             }
         }
@@ -221,7 +235,7 @@ impl WriterTask {
         let reason = match self.restore_session().await {
             Ok(true) => None,
             Ok(false) => Some(LEASE_LOST.to_owned()),
-            Err(broke) => Some(format!("the connection is lost: {}", broke.message())),
+            Err(error) => Some(format!("the connection is lost: {}", error.message())),
         };
         match &reason {
             None => tracing::info!("connected to PostgreSQL again"),
@@ -236,6 +250,10 @@ impl WriterTask {
         let session = self.connector.connect(None).await?;
         if let Some(lease) = &mut self.connection.lease {
             if !try_lock(&session).await? {
+                // The holder is another server, or a lost session of this one.
+                if read_generation(&session).await? != Some(lease.generation) {
+                    return Ok(false);
+                }
                 terminate_backend(&session, &lease.backend).await?;
                 let reason = "the lock of this server's lost connection is still held";
                 return Err(StoreError::Unavailable(reason.to_owned()).into());
@@ -262,14 +280,14 @@ enum CommitFate {
     Unknown,
 }
 
-const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL answered: look whether it was \
-     done before you do it again";
+const COMMIT_FATE_UNKNOWN: &str = "the connection was lost before PostgreSQL answered: check \
+                                   whether the change was made before you repeat it";
 const LEASE_LOST: &str = "another toolcrib has served this database since the connection was lost; \
      restart this one";
 
 fn fail_group(group: ChangeGroup, reason: &str) {
     let error = StoreError::Unavailable(reason.to_owned());
-    group.into_iter().for_each(|one| one.reply(Err(clone_error(&error))));
+    group.into_iter().for_each(|change| change.reply(Err(clone_error(&error))));
 }
 
 fn clone_error(error: &StoreError) -> StoreError {

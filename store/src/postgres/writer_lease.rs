@@ -39,6 +39,12 @@ pub(super) async fn try_lock(session: &Session) -> Result<bool, SessionError> {
     Ok(row.map(|row| row.integer(0)).transpose()? == Some(1))
 }
 
+/// Returns the generation of the server that took the lock last.
+pub(super) async fn read_generation(session: &Session) -> Result<Option<i64>, SessionError> {
+    let row = session.query_first("SELECT owner FROM writer", &[]).await?;
+    Ok(row.map(|row| row.integer(0)).transpose()?)
+}
+
 /// Returns the PostgreSQL backend that serves this session.
 pub(super) async fn current_backend(session: &Session) -> Result<(i64, String), SessionError> {
     let sql = "SELECT pid::bigint, backend_start::text FROM pg_stat_activity \

@@ -134,7 +134,7 @@ pub(crate) fn read_switch(row: &impl RowReader) -> Result<KillSwitch, StoreError
 
 /// Reads `place, project, tool_name, created_ms, envelope`.
 pub(crate) fn read_accepted_call(row: &impl RowReader) -> Result<(u64, AcceptedCall), StoreError> {
-    let (agent, user) = super::decode_agent_and_user(&row.text(4)?)?;
+    let (agent, user) = super::call::decode_agent_and_user(&row.text(4)?)?;
     let call = AcceptedCall {
         project: row.text(1)?,
         agent,

@@ -42,30 +42,30 @@ impl CallEventFacts<'_> {
     /// The facts are compared one by one: building the implied events only to compare them would
     /// dominate the cost of a call.
     pub(super) fn find_implied(&self, record: &EventRecord) -> Option<ImpliedEvent> {
-        let says = |name: &str| record.data.get(name);
-        let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
-        let same_tool = says("tool").and_then(Value::as_str) == Some(self.tool_name);
+        let field = |name: &str| record.data.get(name);
+        let number = |name: &str, value: u64| field(name).and_then(Value::as_u64) == Some(value);
+        let same_tool = field("tool").and_then(Value::as_str) == Some(self.tool_name);
         let (facts, at_ms, attempt) = (record.data.len(), record.at_ms, record.attempt);
-        let (implied, same) = match record.kind {
+        let (implied, is_same) = match record.kind {
             EventKind::Requested => {
-                let same = (facts, at_ms, attempt) == (2, self.created_ms, 0);
-                (ImpliedEvent::Requested, same && number("args_bytes", self.args_bytes as u64))
+                let is_same = (facts, at_ms, attempt) == (2, self.created_ms, 0);
+                (ImpliedEvent::Requested, is_same && number("args_bytes", self.args_bytes as u64))
             }
             EventKind::Started => {
-                let same = (facts, Some(at_ms), attempt) == (1, self.started_ms, 1);
-                (ImpliedEvent::Started, same)
+                let is_same = (facts, Some(at_ms), attempt) == (1, self.started_ms, 1);
+                (ImpliedEvent::Started, is_same)
             }
             EventKind::Finished => {
                 let latency_ms = at_ms.saturating_sub(self.created_ms);
-                let same = (facts, Some(at_ms), attempt) == (4, self.completed_ms, 1)
+                let is_same = (facts, Some(at_ms), attempt) == (4, self.completed_ms, 1)
                     && number("latency_ms", latency_ms)
                     && number("queue_ms", self.queue_ms())
                     && number("result_bytes", self.result_bytes? as u64);
-                (ImpliedEvent::Finished, same)
+                (ImpliedEvent::Finished, is_same)
             }
             _ => return None,
         };
-        (same && same_tool).then_some(implied)
+        (is_same && same_tool).then_some(implied)
     }
 
     /// The same value as in the metrics of an outcome.

@@ -191,7 +191,7 @@ fn find_call_at(connection: &Connection, position: i64) -> Result<Option<OpenCal
     Ok(found.into_iter().next())
 }
 
-/// Returns a page of open calls. Calls that ended after their position was looked up are left out;
+/// Returns a page of open calls. Calls that ended after their position was looked up are omitted;
 /// an empty page means that there are no more.
 pub(super) fn list_open_calls(
     connection: &Connection,

@@ -208,8 +208,8 @@ pub(super) fn apply_change(
         return Ok(SaveResult::Conflict);
     }
     match change {
-        DirectoryChange::Register { client, tools, unlisted_tools: others } => {
-            register_client(connection, client, tools, *others)?;
+        DirectoryChange::Register { client, tools, unlisted_tools } => {
+            register_client(connection, client, tools, *unlisted_tools)?;
         }
         DirectoryChange::Withdraw { project, client_id, tool } => {
             delete_offer(connection, project, client_id, tool)?
@@ -253,13 +253,13 @@ fn register_client(
     connection: &Connection,
     client: &Client,
     tools: &[ToolDefinition],
-    others: UnlistedTools,
+    unlisted_tools: UnlistedTools,
 ) -> rusqlite::Result<()> {
     connection.execute(
         "INSERT OR IGNORE INTO clients VALUES (?1, ?2, ?3, ?4)",
         params![client.project, client.client_id, client.owner, client.registered_ms as i64],
     )?;
-    if others == UnlistedTools::Withdraw {
+    if unlisted_tools == UnlistedTools::Withdraw {
         connection.execute(
             "DELETE FROM offers WHERE project = ?1 AND client_id = ?2",
             params![client.project, client.client_id],

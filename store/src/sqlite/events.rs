@@ -59,9 +59,9 @@ impl CallHistory {
         })
     }
 
-    fn to_event(&self, mark: EventRef, record: EventRecord) -> CallEvent {
+    fn to_event(&self, event_ref: EventRef, record: EventRecord) -> CallEvent {
         CallEvent {
-            number: mark.number,
+            number: event_ref.number,
             call_id: self.id.clone(),
             run_id: self.run_id.clone(),
             caller_call_id: self.caller_call_id.clone(),
@@ -69,7 +69,7 @@ impl CallHistory {
         }
     }
 
-    fn build_implied_record(&self, mark: EventRef) -> Option<EventRecord> {
+    fn build_implied_record(&self, event_ref: EventRef) -> Option<EventRecord> {
         let facts = CallEventFacts {
             tool_name: &self.tool_name,
             args_bytes: self.args_bytes,
@@ -78,7 +78,7 @@ impl CallHistory {
             completed_ms: self.completed_ms,
             result_bytes: self.result_bytes,
         };
-        facts.build_record(mark.implied_event()?)
+        facts.build_record(event_ref.implied_event()?)
     }
 }
 
@@ -137,18 +137,18 @@ fn list_events_of_calls(
 ) -> Result<Vec<CallEvent>, StoreError> {
     let mut found: Vec<(EventRef, &CallHistory)> = calls
         .iter()
-        .flat_map(|call| parse_event_refs(&call.event_list).map(move |mark| (mark, call)))
-        .filter(|(mark, _)| mark.number > after)
+        .flat_map(|call| parse_event_refs(&call.event_list).map(move |event_ref| (event_ref, call)))
+        .filter(|(event_ref, _)| event_ref.number > after)
         .collect();
-    found.sort_by_key(|(mark, _)| mark.number);
+    found.sort_by_key(|(event_ref, _)| event_ref.number);
     found.truncate(limit);
     let mut events = Vec::with_capacity(found.len());
-    for (mark, call) in found {
-        let record = match call.build_implied_record(mark) {
+    for (event_ref, call) in found {
+        let record = match call.build_implied_record(event_ref) {
             Some(record) => Some(record),
-            None => read_event_record(connection, mark.number)?,
+            None => read_event_record(connection, event_ref.number)?,
         };
-        events.extend(record.map(|record| call.to_event(mark, record)));
+        events.extend(record.map(|record| call.to_event(event_ref, record)));
     }
     Ok(events)
 }
@@ -175,11 +175,11 @@ pub(super) fn newest_record(
         query_map(connection, &sql, params![project, id.as_str()], CallHistory::read)?.pop();
     let Some(call) = found else { return Ok(None) };
     let mut newest_first: Vec<EventRef> = parse_event_refs(&call.event_list).collect();
-    newest_first.sort_by_key(|mark| std::cmp::Reverse(mark.number));
-    for mark in newest_first {
-        let record = match call.build_implied_record(mark) {
+    newest_first.sort_by_key(|event_ref| std::cmp::Reverse(event_ref.number));
+    for event_ref in newest_first {
+        let record = match call.build_implied_record(event_ref) {
             Some(record) => Some(record),
-            None => read_event_record(connection, mark.number)?,
+            None => read_event_record(connection, event_ref.number)?,
         };
         if record.as_ref().is_some_and(|record| record.kind == kind) {
             return Ok(record);
@@ -244,7 +244,7 @@ fn list_implied_events(
         let text =
             |column: HistoryColumn| Ok(row.get_ref(column as usize).map_err(broken)?.as_str().ok());
         let begins = text(HistoryColumn::EventList)?.and_then(|list| parse_event_refs(list).next());
-        if begins.is_some_and(|mark| mark.number > until) || found.len() >= limit {
+        if begins.is_some_and(|event_ref| event_ref.number > until) || found.len() >= limit {
             break;
         }
         if text(HistoryColumn::Project)? != Some(project)
@@ -253,8 +253,12 @@ fn list_implied_events(
             continue;
         }
         let call = CallHistory::read(row)?;
-        for mark in parse_event_refs(&call.event_list).filter(|mark| mark.number > after) {
-            found.extend(call.build_implied_record(mark).map(|record| call.to_event(mark, record)));
+        for event_ref in
+            parse_event_refs(&call.event_list).filter(|event_ref| event_ref.number > after)
+        {
+            found.extend(
+                call.build_implied_record(event_ref).map(|record| call.to_event(event_ref, record)),
+            );
         }
     }
     Ok(found)
@@ -275,14 +279,17 @@ fn find_start_position(connection: &Connection, after: u64) -> rusqlite::Result<
             select.query_row([middle], |row| Ok((row.get(0)?, row.get(1)?))).optional()?;
         let Some((position, list)) = found else { break };
         match parse_event_refs(&list).next() {
-            Some(mark) if mark.number > after => high = position.min(middle) - 1,
+            Some(event_ref) if event_ref.number > after => high = position.min(middle) - 1,
             _ => low = middle,
         }
     }
     Ok(low)
 }
 
-pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Result<u64, StoreError> {
+pub(super) fn last_event_number(
+    connection: &Connection,
+    scope: &EventScope,
+) -> Result<u64, StoreError> {
     if let EventScope::Call { .. } | EventScope::Run { .. } = scope {
         let all = list_events(connection, scope, 0, usize::MAX >> 1)?;
         return Ok(all.last().map_or(0, |event| event.number));

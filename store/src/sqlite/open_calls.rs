@@ -18,12 +18,12 @@ pub(super) struct OpenCalls {
 impl OpenCalls {
     /// Finds the open calls of a database.
     pub(super) fn load(connection: &Connection) -> rusqlite::Result<Self> {
-        let mark: Option<i64> = connection
+        let low_watermark: Option<i64> = connection
             .query_row("SELECT value FROM counters WHERE name = 'first_open'", [], |r| r.get(0))
             .optional()?;
         let positions: BTreeSet<i64> = connection
             .prepare("SELECT place FROM tool_calls WHERE place >= ?1 AND completed_ms IS NULL")?
-            .query_map([mark.unwrap_or(0)], |row| row.get(0))?
+            .query_map([low_watermark.unwrap_or(0)], |row| row.get(0))?
             .collect::<Result<_, _>>()?;
         Ok(Self { positions: Arc::new(Mutex::new(positions)) })
     }

@@ -29,14 +29,14 @@ impl ReadConnectionPool {
 
     pub(super) fn with_connection<T>(
         &self,
-        look: impl FnOnce(&Connection) -> Result<T, StoreError>,
+        read: impl FnOnce(&Connection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let idle = self.idle.lock().pop();
         let connection = match idle {
             Some(connection) => connection,
             None => self.open().map_err(|error| to_store_error(&error))?,
         };
-        let seen = read_snapshot(&connection, look);
+        let seen = read_snapshot(&connection, read);
         // A connection that is still inside a transaction would block the WAL from now on.
         if !connection.is_autocommit() {
             return seen;
@@ -61,11 +61,11 @@ impl ReadConnectionPool {
 /// Reads within one transaction.
 fn read_snapshot<T>(
     connection: &Connection,
-    look: impl FnOnce(&Connection) -> Result<T, StoreError>,
+    read: impl FnOnce(&Connection) -> Result<T, StoreError>,
 ) -> Result<T, StoreError> {
     let run = |sql: &str| connection.prepare_cached(sql)?.execute([]).map(|_| ());
     run("BEGIN").map_err(|error| to_store_error(&error))?;
-    let seen = look(connection);
+    let seen = read(connection);
     // Some errors end the transaction.
     if !connection.is_autocommit() {
         run("COMMIT").map_err(|error| to_store_error(&error))?;

@@ -101,9 +101,9 @@ fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<PutCardRes
 impl SqliteStore {
     async fn read_sql<T: Send + 'static>(
         &self,
-        look: impl FnOnce(&Connection) -> rusqlite::Result<T> + Send + 'static,
+        read: impl FnOnce(&Connection) -> rusqlite::Result<T> + Send + 'static,
     ) -> Result<T, StoreError> {
-        self.read(move |connection| look(connection).map_err(|error| to_store_error(&error))).await
+        self.read(move |connection| read(connection).map_err(|error| to_store_error(&error))).await
     }
 }
 

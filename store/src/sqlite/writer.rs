@@ -18,10 +18,10 @@ mod queue;
 mod wal;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rusqlite::Connection;
+use tokio::sync::watch;
 use toolcrib::ports::store::{CommitGroup, StoreError};
 
 pub(super) use call_inserts::NewCallRow;
@@ -55,7 +55,7 @@ pub(super) enum WalPreallocation {
 /// A handle to the writer thread.
 pub(super) struct SqliteWriter {
     queue: Arc<ChangeQueue>,
-    flush_failed: Arc<AtomicBool>,
+    flush_failed: watch::Receiver<bool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -70,10 +70,10 @@ impl SqliteWriter {
         let checkpointer = Checkpointer::install(&mut connection, path)?;
         let serves = wal == WalPreallocation::Enabled;
         let queue = Arc::new(WriteQueue::new(QUEUE_CAPACITY));
-        let flush_failed = Arc::new(AtomicBool::new(false));
+        let (set_flush_failed, flush_failed) = watch::channel(false);
         let mut writer = WriterThread {
             connection: WriterConnection::new(connection, open_calls, serves)?,
-            flush_failed: flush_failed.clone(),
+            flush_failed: set_flush_failed,
             checkpointer,
             path: path.to_owned(),
             preallocation: wal,
@@ -91,14 +91,24 @@ impl SqliteWriter {
         self.queue.notify_group_complete();
     }
 
+    /// Returns the reason once a flush has failed.
+    pub(super) async fn wait_for_flush_failure(&self) -> &'static str {
+        let mut flush_failed = self.flush_failed.clone();
+        if flush_failed.wait_for(|failed| *failed).await.is_err() {
+            // The writer has ended without a failure.
+            std::future::pending::<()>().await;
+        }
+        FLUSH_FAILED
+    }
+
     pub(super) fn send(&self, change: Box<dyn Change>) -> Result<(), StoreError> {
         let unavailable = |reason: &str| Err(StoreError::Unavailable(reason.to_owned()));
-        if self.flush_failed.load(Ordering::Acquire) {
+        if *self.flush_failed.borrow() {
             return unavailable(FLUSH_FAILED);
         }
         match self.queue.push(change) {
             Ok(()) => Ok(()),
-            Err(PushError::Full) => unavailable("too much waits to be written"),
+            Err(PushError::Full) => unavailable("the write queue is full"),
             Err(PushError::Closed) => unavailable("the writer has stopped"),
         }
     }
@@ -131,7 +141,7 @@ const FLUSH_FAILED: &str =
 /// The state of the writer thread.
 struct WriterThread {
     connection: WriterConnection,
-    flush_failed: Arc<AtomicBool>,
+    flush_failed: watch::Sender<bool>,
     checkpointer: Checkpointer,
     path: PathBuf,
     preallocation: WalPreallocation,
@@ -161,7 +171,7 @@ impl WriterThread {
 
     /// Commits a group, or reports to every caller in it why it failed.
     fn commit_group(&mut self, group: &mut ChangeGroup, queue: &ChangeQueue) {
-        if self.flush_failed.load(Ordering::Acquire) {
+        if *self.flush_failed.borrow() {
             return fail_group(group, FLUSH_FAILED);
         }
         let began = Instant::now();
@@ -179,11 +189,11 @@ impl WriterThread {
         self.connection.roll_back();
         tracing::error!(%error, changes = group.len(), "a group of changes could not be committed");
         if is_flush_failure(&error) {
-            self.flush_failed.store(true, Ordering::Release);
             // The pages may be on the disk all the same, and the next start reads them.
             for change in group.drain(..) {
                 change.reply(Err(StoreError::OutcomeUnknown(FLUSH_FAILED.to_owned())));
             }
+            self.flush_failed.send_replace(true);
             return;
         }
         // Changes that were queued while this group waited for another process's lock must not wait

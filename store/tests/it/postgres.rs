@@ -153,6 +153,26 @@ async fn a_server_whose_writer_lease_was_taken_stops_writing() {
 }
 
 #[tokio::test]
+async fn a_server_recognizes_that_another_one_serves_its_database() {
+    let Some(database) = Database::new().await else { return };
+    let first = PostgresStore::open(&database.url).await.unwrap();
+    put(&first, &call()).await;
+    database.cut().await;
+    // The second server keeps the lock.
+    let second = PostgresStore::open(&database.url).await.unwrap();
+    let failed = tokio::time::timeout(Duration::from_secs(10), async {
+        let _ = first.check_health().await;
+        first.wait_for_failure().await
+    });
+    let reason = failed.await.expect("the first server goes on");
+    assert!(reason.contains("another toolcrib"), "{reason}");
+    assert!(matches!(first.check_health().await, Err(StoreError::Unavailable(_))));
+    put(&second, &call()).await;
+    drop((first, second));
+    database.drop().await;
+}
+
+#[tokio::test]
 async fn a_failing_change_does_not_affect_others_of_its_commit_group() {
     let Some(database) = Database::new().await else { return };
     let store = PostgresStore::open(&database.url).await.unwrap();

@@ -101,6 +101,7 @@ pub fn call_at(created_ms: u64) -> Call {
         elicitation: None,
         approval: None,
         failed_attempt: None,
+        lost_attempts: 0,
         node: None,
         created_ms,
         deadline_ms: created_ms + 30_000,

@@ -145,10 +145,12 @@ async fn serve_errors_page(headers: HeaderMap) -> impl IntoResponse {
 pub fn errors_page() -> String {
     let mut page = String::from(
         "# Errors\n\n\
-         Made from the table in `engine/src/domain/fault.rs`; do not edit by hand.\n\n\
-         A refused request is answered with `application/problem+json`; its member `error` is the \
-         same object that a failed call carries: `{code, message, detail, retryable}`.\n\n\
-         | code | HTTP | UTP code | may a retry help? | what it means | what to do |\n\
+         Look up an error code here to find its cause and remedy.\n\n\
+         A refused request gets a response of the type `application/problem+json`. Its member \
+         `error` is the same object that a failed call has: \
+         `{code, message, detail, retryable}`.\n\n\
+         This page is generated from the table in `engine/src/domain/fault.rs`; do not edit it.\n\n\
+         | Code | HTTP | UTP code | Retryable | Meaning | Remedy |\n\
          |---|---|---|---|---|---|\n",
     );
     for code in Code::all() {
@@ -179,6 +181,14 @@ h2 a { color: inherit; text-decoration: none; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.25rem 1rem; }
 dd { margin: 0; }";
 
+/// Converts the Markdown code spans of a text to HTML.
+fn code_spans(text: &str) -> String {
+    let parts = text.split('`').enumerate();
+    parts
+        .map(|(n, part)| if n % 2 == 1 { format!("<code>{part}</code>") } else { part.to_owned() })
+        .collect()
+}
+
 /// Renders the table of error codes as HTML, with a section per code that the `type` of a problem
 /// links to.
 fn errors_html() -> String {
@@ -192,14 +202,14 @@ fn errors_html() -> String {
             "<section id=\"{anchor}\">\n\
              <h2><a href=\"#{anchor}\"><code>{name}</code></a> {title}</h2>\n\
              <dl>\n\
-             <dt>What to do</dt><dd>{help}</dd>\n\
-             <dt>May a retry help?</dt><dd>{retry}</dd>\n\
+             <dt>Remedy</dt><dd>{help}</dd>\n\
+             <dt>Retryable</dt><dd>{retry}</dd>\n\
              <dt>HTTP status</dt><dd>{status}</dd>\n\
              <dt>UTP code</dt><dd><code>{utp}</code></dd>\n\
              </dl>\n\
              </section>\n",
             title = escape_html(code.title()),
-            help = escape_html(code.help()),
+            help = code_spans(&escape_html(code.help())),
             status = code.http_status(),
             utp = code.utp_code(),
         ));
@@ -215,10 +225,11 @@ fn errors_html() -> String {
          </head>\n\
          <body>\n\
          <h1>Errors</h1>\n\
-         <p>A refused request is answered with <code>application/problem+json</code>; its member \
-         <code>error</code> is the same object that a failed call carries: \
-         <code>{{code, message, detail, retryable}}</code>. The <code>hint</code> of a response \
-         says what to do about its cause; this page says what to do in general.</p>\n\
+         <p>Look up an error code here to find its cause and remedy. A refused request gets a \
+         response of the type <code>application/problem+json</code>. Its member \
+         <code>error</code> is the same object that a failed call has: \
+         <code>{{code, message, detail, retryable}}</code>. The <code>hint</code> of a response is \
+         about its specific cause.</p>\n\
          <nav>\n{links}</nav>\n\
          {sections}\
          <p><a href=\"/docs\">The API</a></p>\n\

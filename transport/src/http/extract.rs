@@ -158,7 +158,7 @@ fn require_object(bytes: &[u8]) -> Result<(), ApiError> {
     if bytes.get(begin) != Some(&b'{') {
         serde_json::from_slice::<IgnoredAny>(bytes)
             .map_err(|error| unreadable_body(error.into()))?;
-        let reason = "the body must be a JSON object; another value begins";
+        let reason = "the body must be a JSON object; another value starts";
         let message = JsonError::at_offset(bytes, begin, reason).to_string();
         return Err(Error::refused(Code::BadRequest, message).into());
     }
@@ -211,11 +211,10 @@ pub(super) async fn read_body_prefix(
     let until = tokio::time::Instant::now() + BODY_TIMEOUT;
     let slow = |_| {
         let seconds = BODY_TIMEOUT.as_secs();
-        Error::refused(Code::BadRequest, format!("the body took longer than {seconds} s to come"))
+        Error::refused(Code::BadRequest, format!("the body did not arrive within {seconds} s"))
     };
     while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
-        let chunk =
-            chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
+        let chunk = chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended early"))?;
         received += chunk.len();
         if body.len() <= limit {
             body.extend_from_slice(&chunk);
@@ -237,7 +236,7 @@ pub(super) struct CallHeaders {
 impl FromRequestParts<HttpState> for CallHeaders {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         Ok(Self {
             idempotency_key: parts.headers.get("idempotency-key").cloned(),
             traceparent: traceparent(&parts.headers).map(|trace| trace.to_string()),
@@ -280,7 +279,7 @@ pub(super) struct CallPath(pub(super) CallId);
 impl FromRequestParts<HttpState> for CallPath {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let text = path.map(|Path(text)| text).unwrap_or_default();
         let excerpt: String = text.chars().take(80).collect();
@@ -295,7 +294,7 @@ pub(super) struct NamePath(pub(super) String);
 impl FromRequestParts<HttpState> for NamePath {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         let path: Result<Path<String>, PathRejection> = parts.extract().await;
         let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
         Ok(Self(path.map_err(unreadable)?.0))
@@ -325,13 +324,13 @@ pub(super) struct QueryParams<T>(pub(super) T);
 impl<T: DeserializeOwned + 'static> FromRequestParts<HttpState> for QueryParams<T> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _door: &HttpState) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut Parts, _state: &HttpState) -> Result<Self, ApiError> {
         let query = percent_decode_str(parts.uri.query().unwrap_or_default());
         if query.decode_utf8().is_err() {
             return Err(Error::refused(Code::BadRequest, "the query is not UTF-8").into());
         }
         let error = match Query::<T>::try_from_uri(&parts.uri) {
-            Ok(Query(asked)) => return Ok(Self(asked)),
+            Ok(Query(params)) => return Ok(Self(params)),
             Err(error) => error,
         };
         let Some((field, reason)) = invalid_field(&error) else {

@@ -59,24 +59,24 @@ async fn readyz(
         ("store", store.err().map(|error| error.to_string())),
         (
             "recovery",
-            (!state.engine.calls().is_recovered()).then(|| "open calls are being taken up".into()),
+            (!state.engine.calls().is_recovered()).then(|| "open calls are being recovered".into()),
         ),
     ];
     let sources = state.engine.sources_health();
     parts.extend(sources.into_iter().map(|health| (health.name, health.problem)));
     if state.engine.is_draining() {
-        parts.push(("shutdown", Some("no more calls are taken".to_owned())));
+        parts.push(("shutdown", Some("no more calls are accepted".to_owned())));
     }
-    let ready = parts.iter().all(|(_, trouble)| trouble.is_none());
+    let ready = parts.iter().all(|(_, problem)| problem.is_none());
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let mut text = String::new();
     let verbose = verbose.verbose.is_some();
     if verbose || !ready {
-        for (part, trouble) in &parts {
-            match trouble {
+        for (part, problem) in &parts {
+            match problem {
                 None if !verbose => {}
                 None => text.push_str(&format!("[+]{part} ok\n")),
-                Some(trouble) => text.push_str(&format!("[-]{part} failed: {trouble}\n")),
+                Some(problem) => text.push_str(&format!("[-]{part} failed: {problem}\n")),
             }
         }
     }

@@ -61,18 +61,18 @@ impl OauthCallbackQuery {
 /// here.
 #[utoipa::path(get, path = "/oauth/callback", tag = "operators", params(OauthCallbackQuery),
     responses((status = 200, description = "Signed in", content_type = "text/plain"),
-        (status = 400, description = "No sign-in waits for this", content_type = "text/plain")))]
+        (status = 400, description = "There is no pending sign-in for this link", content_type = "text/plain")))]
 async fn callback(
     State(state): State<HttpState>,
     Query(query): Query<OauthCallbackQuery>,
 ) -> Response {
-    let over = "No sign-in waits for this: it was used already, or took too long.\n\
-                Begin another with: toolcrib mcp sign-in NAME\n";
+    let unknown = "There is no pending sign-in for this link: it was already used, or it expired.\n\
+                   Start another one with: toolcrib mcp sign-in NAME\n";
     let (Some(sources), Some(returned)) = (&state.sources, query.into_callback()) else {
-        return text_response(StatusCode::BAD_REQUEST, over.to_owned());
+        return text_response(StatusCode::BAD_REQUEST, unknown.to_owned());
     };
     match sources.complete_sign_in(returned).await {
-        None => text_response(StatusCode::BAD_REQUEST, over.to_owned()),
+        None => text_response(StatusCode::BAD_REQUEST, unknown.to_owned()),
         Some((name, Ok(()))) => {
             let message = format!("Toolcrib is signed in to {name}. You can close this page.\n");
             text_response(StatusCode::OK, message)

@@ -1,6 +1,6 @@
 //! OpenAI's API, for programs that speak no other: models, chat completions, responses. Toolcrib
-//! offers its tools to the model beside those that the request defines. It executes calls of its
-//! own tools here and returns calls of the request's tools to the caller, as OpenAI does.
+//! offers its tools to the model in addition to those that the request defines. It executes calls
+//! of its own tools here and returns calls of the request's tools to the caller, as OpenAI does.
 
 mod chat;
 mod conversation;

@@ -32,13 +32,13 @@ pub(super) fn page_response(list: impl Serialize, next: Option<String>) -> Respo
 }
 
 /// Adds the `Link` header for the next page, if there is one.
-pub(super) fn add_link_header(answer: &mut Response, asked: &Uri) {
+pub(super) fn add_link_header(answer: &mut Response, uri: &Uri) {
     let Some(NextCursor(cursor)) = answer.extensions_mut().remove::<NextCursor>() else { return };
-    let others = asked.query().unwrap_or_default().split('&');
-    let others = others.filter(|pair| !pair.is_empty() && pair.split('=').next() != Some("cursor"));
+    let params = uri.query().unwrap_or_default().split('&');
+    let params = params.filter(|pair| !pair.is_empty() && pair.split('=').next() != Some("cursor"));
     let cursor = format!("cursor={}", utf8_percent_encode(&cursor, QUERY_ENCODE_SET));
-    let query: Vec<&str> = others.chain([cursor.as_str()]).collect();
-    let link = format!("<{}?{}>; rel=\"next\"", asked.path(), query.join("&"));
+    let query: Vec<&str> = params.chain([cursor.as_str()]).collect();
+    let link = format!("<{}?{}>; rel=\"next\"", uri.path(), query.join("&"));
     if let Ok(link) = HeaderValue::from_str(&link) {
         answer.headers_mut().insert(header::LINK, link);
     }

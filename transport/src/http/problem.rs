@@ -125,11 +125,11 @@ pub(crate) fn error_response(error: Error) -> Response {
 /// Adds the path and the trace of the request to a problem response.
 pub(super) fn with_request_details(
     mut answer: Response,
-    asked: &Uri,
+    uri: &Uri,
     trace: Option<&TraceParent>,
 ) -> Response {
     if let Some(mut body) = answer.extensions_mut().remove::<ProblemDetails>() {
-        body.instance = Some(asked.path().to_owned());
+        body.instance = Some(uri.path().to_owned());
         body.trace_id = trace.map(TraceParent::trace_id_text);
         answer.headers_mut().remove(header::CONTENT_LENGTH);
         *answer.body_mut() = Json(body).into_response().into_body();

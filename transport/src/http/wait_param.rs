@@ -11,6 +11,7 @@ use utoipa::IntoParams;
 use super::HttpState;
 use crate::http::extract::{QueryParams, invalid_parameter};
 use crate::http::problem::ApiError;
+use crate::http::stream_limiter::{LongPollAdmission, StreamPermit};
 
 const PREFER: &str = "prefer";
 
@@ -26,6 +27,10 @@ pub(super) struct WaitParam {
     #[serde(skip)]
     #[param(ignore)]
     preferred_ms: Option<u64>,
+    /// Held while a GET request waits.
+    #[serde(skip)]
+    #[param(ignore)]
+    _permit: Option<StreamPermit>,
 }
 
 impl WaitParam {
@@ -40,15 +45,26 @@ impl FromRequestParts<HttpState> for WaitParam {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &HttpState) -> Result<Self, ApiError> {
-        let QueryParams(mut asked) = QueryParams::<Self>::from_request_parts(parts, state).await?;
-        if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
+        let QueryParams(mut params) = QueryParams::<Self>::from_request_parts(parts, state).await?;
+        if let (None, Some(text)) = (params.wait_ms, &params.wait) {
             let time = duration::parse_duration(text)
                 .map_err(|reason| invalid_parameter("wait", format!("wait: {reason}")))?;
-            asked.wait_ms = u64::try_from(time.as_millis()).ok();
+            params.wait_ms = u64::try_from(time.as_millis()).ok();
         }
-        asked.preferred_ms = prefer_wait_ms(&parts.headers);
-        Ok(asked)
+        params.preferred_ms = prefer_wait_ms(&parts.headers);
+        params._permit = admit_long_poll(parts, params.resolve_ms(None).unwrap_or_default())?;
+        Ok(params)
     }
+}
+
+/// Returns the permit of a GET request that waits this long, which counts as an open stream. Other
+/// methods start work; the limit on open calls applies to them.
+pub(super) fn admit_long_poll(
+    parts: &Parts,
+    wait_ms: u64,
+) -> Result<Option<StreamPermit>, ApiError> {
+    let admission = parts.extensions.get::<LongPollAdmission>().filter(|_| wait_ms > 0);
+    Ok(admission.map(LongPollAdmission::admit).transpose()?)
 }
 
 /// Parses the `Prefer` header. A preference that cannot be parsed is ignored, as the RFC requires.

@@ -70,7 +70,7 @@ pub(super) struct ToolBody {
     /// known.
     #[serde(skip_serializing_if = "Option::is_none")]
     available: Option<bool>,
-    /// Why no executor can take a call now.
+    /// Reason why no executor can accept a call now.
     #[serde(skip_serializing_if = "Option::is_none")]
     unavailable_reason: Option<String>,
     /// The clients that offer the tool, for tools of clients.
@@ -163,7 +163,7 @@ pub(super) struct CallBody<'a> {
     created_at_ms: u64,
     started_at_ms: Option<u64>,
     completed_at_ms: Option<u64>,
-    /// When the call ends as TIMEOUT, in Unix milliseconds.
+    /// Time at which the call times out, in Unix milliseconds.
     deadline_at_ms: u64,
     /// Reason a PENDING call waits: `queue`, `retry`, `parked`, `input`, `after` or `approval`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -224,7 +224,7 @@ pub(super) struct CallBody<'a> {
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct HoldBody<'a> {
     reason: &'static str,
-    /// What the call waits for, in words: a client that is not connected, for example.
+    /// Explanation of the wait: a client that is not connected, for example.
     #[serde(skip_serializing_if = "Option::is_none")]
     detail: Option<String>,
     /// When the next attempt is due, or the wait for a person ends, in Unix milliseconds.
@@ -450,7 +450,7 @@ where
 pub(super) fn parse_reported_fault(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message = match error {
-        None | Some(Value::Null) => "the tool failed and did not say why".to_owned(),
+        None | Some(Value::Null) => "the tool failed and gave no reason".to_owned(),
         Some(Value::String(message)) => message.clone(),
         Some(other) => text("message").map_or_else(|| other.to_string(), str::to_owned),
     };

@@ -71,7 +71,7 @@ impl StreamedRequest {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StreamedCall {
     pub(super) id: CallId,
-    /// Whether the MCP client called the tool through the catalogue.
+    /// True if the MCP client called the tool through the catalogue.
     pub(super) through_catalogue: bool,
 }
 

@@ -107,7 +107,7 @@ mod tests {
         }
         let marked = mark_message(call(r#"{"x":[{"a":1,"a":2}]}"#).as_bytes()).unwrap();
         let marked: Value = serde_json::from_slice(&marked).unwrap();
-        let mark = &marked["params"]["_meta"][META_FIELD];
-        assert_eq!((&mark["key"], &mark["pointer"]), (&"a".into(), &"/x/0/a".into()));
+        let duplicate = &marked["params"]["_meta"][META_FIELD];
+        assert_eq!((&duplicate["key"], &duplicate["pointer"]), (&"a".into(), &"/x/0/a".into()));
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get};
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use futures::stream::select_all;
 use rmcp::model::InitializeRequestParams;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use serde_json::{Value, json};
@@ -21,13 +22,16 @@ use toolcrib::domain::json;
 use toolcrib::registry::audit;
 use toolcrib_protocol::outbound::is_loopback_host;
 
-use super::call_stream::{self, CallStoredSignal, CallStreamOptions, StreamId, StreamedRequest};
+use super::call_stream::{
+    self, CallEventId, CallStoredSignal, CallStreamOptions, InternalIds, StreamId, StreamedRequest,
+};
 use super::duplicate_keys;
 use super::request::{CallerView, CatalogueMode, session_id};
-use super::resume::{self, ResumedStreams};
+use super::resume::{self, EventChunks, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
 use super::sessions::{RestorableSessions, SessionKey};
 use super::tool_list::splice::ToolListSplice;
+use super::tool_result;
 use crate::auth::{self, OriginPolicy};
 use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
@@ -42,11 +46,11 @@ tokio::task_local! {
 }
 
 #[derive(Clone)]
-pub(super) struct McpHttpState {
-    pub(super) transport: McpTransport,
+struct McpHttpState {
+    transport: McpTransport,
     service: StreamableHttpService<McpHandler, RestorableSessions>,
     sessions: Arc<RestorableSessions>,
-    pub(super) resumed: Arc<ResumedStreams>,
+    resumed: Arc<ResumedStreams>,
 }
 
 /// Returns the routes of the MCP transport.
@@ -120,7 +124,10 @@ fn metadata_url(resource: &str) -> String {
 /// Serves the metadata that says where to get a token (RFC 9728).
 async fn resource_metadata(State(entrance): State<McpHttpState>) -> Response {
     let Some(issuer) = &entrance.transport.shared.settings.protected_resource else {
-        return error_response(Error::refused(Code::NotFound, "this server takes no OAuth tokens"));
+        return error_response(Error::refused(
+            Code::NotFound,
+            "this server does not accept OAuth tokens",
+        ));
     };
     let body = json!({
         "resource": issuer.resource,
@@ -145,7 +152,7 @@ impl McpHttpState {
         if let Some(session) = &session {
             self.sessions.check_session(session, &caller).await?;
         }
-        let standing = Some(credentials);
+        let credentials = Some(credentials);
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) =
             (parse_catalogue_mode(query)?, parse_source_name(parts.uri.path())?);
@@ -156,10 +163,10 @@ impl McpHttpState {
             return Err(Error::refused(Code::NotFound, message));
         }
         if source.is_some() && catalogue == Some(CatalogueMode::Search) {
-            let message = "one source has no catalogue: ask /mcp for it";
+            let message = "a single source has no search catalogue: use /mcp";
             return Err(Error::refused(Code::ValidationError, message));
         }
-        let view = CallerView { caller, credentials: standing, catalogue, source };
+        let view = CallerView { caller, credentials, catalogue, source };
         if let Some(session) = &session {
             self.transport.legacy_sessions.update_credentials(session, &view);
         }
@@ -186,7 +193,8 @@ impl McpHttpState {
         let mut answer = self.dispatch(parts, body, view, session, method.as_deref()).await?;
         // rmcp reports every body that it cannot read as one of an unsupported type.
         if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
-            let message = "the body is JSON, but no JSON-RPC 2.0 request, notification or response";
+            let message = "the body is JSON, but not a JSON-RPC 2.0 request, notification or \
+                           response";
             return Ok(invalid_message_response(id, -32600, message));
         }
         answer.extensions_mut().insert(deliveries);
@@ -197,7 +205,7 @@ impl McpHttpState {
     async fn dispatch(
         &self,
         mut parts: Parts,
-        body: axum::body::Bytes,
+        body: Bytes,
         view: CallerView,
         session: Option<String>,
         method: Option<&str>,
@@ -205,7 +213,7 @@ impl McpHttpState {
         Ok(match (method, &session) {
             (Some("tools/call"), _) => {
                 let marked = duplicate_keys::mark_message(&body);
-                let body = marked.map_or(body, axum::body::Bytes::from);
+                let body = marked.map_or(body, Bytes::from);
                 self.serve_call(parts, body, view, session).await
             }
             (Some("initialize"), None) => {
@@ -262,7 +270,7 @@ impl McpHttpState {
     }
 
     /// Passes a request to rmcp.
-    pub(super) fn handle(
+    fn handle(
         &self,
         parts: Parts,
         body: impl Into<Body>,
@@ -277,7 +285,7 @@ impl McpHttpState {
     async fn serve_call(
         &self,
         mut parts: Parts,
-        body: axum::body::Bytes,
+        body: Bytes,
         view: CallerView,
         session: Option<String>,
     ) -> Response {
@@ -301,6 +309,85 @@ impl McpHttpState {
         }));
         call_stream::respond(self.handle(parts, body, view), stored, options, on_open).await
     }
+
+    /// Serves `GET`: the continuation of a call, or the stream of a session.
+    async fn serve_get(
+        &self,
+        mut parts: Parts,
+        view: CallerView,
+        session: Option<String>,
+    ) -> Result<Response, Error> {
+        if let Some(id) = CallEventId::parse(resume::last_event_id(&parts.headers)) {
+            // Without a session, rmcp explains to a legacy MCP client that it needs one.
+            if id.request.capabilities.is_some() || session.is_some() {
+                let chunks = self.resume_call(&parts, &view, session, id).await;
+                return Ok(call_stream::event_stream_response(chunks));
+            }
+        }
+        let Some(session) = session else {
+            return Ok(self.handle(parts, Body::empty(), view).await);
+        };
+        let open_calls = self.resumed.take_session_event(&mut parts.headers);
+        let tracks_calls = resume::needs_session(&parts.headers);
+        let mut streams: Vec<EventChunks> = Vec::new();
+        for id in open_calls.iter().filter(|_| tracks_calls) {
+            if let Some(id) = CallEventId::parse(id) {
+                streams.push(self.resume_call(&parts, &view, Some(session.clone()), id).await);
+            }
+        }
+        let response = self.handle(parts, Body::empty(), view).await;
+        if response.status() != StatusCode::OK {
+            return Ok(response);
+        }
+        let tracked = tracks_calls.then_some(session.as_str());
+        let retry_ms = self.transport.shared.settings.retry_ms;
+        let own = self.resumed.session_stream(response.into_body(), tracked, retry_ms);
+        if streams.is_empty() {
+            return Ok(call_stream::event_stream_response(own));
+        }
+        // The stream of the session never ends before those of the calls.
+        streams.push(own);
+        Ok(call_stream::event_stream_response(select_all(streams)))
+    }
+
+    /// Returns the events that continue a call.
+    async fn resume_call(
+        &self,
+        parts: &Parts,
+        view: &CallerView,
+        session: Option<String>,
+        id: CallEventId,
+    ) -> EventChunks {
+        metrics::counter!("toolcrib_mcp_resumed_streams_total").increment(1);
+        let engine = &self.transport.shared.engine;
+        let call = match engine.calls().call(&view.caller, &id.call.id).await {
+            Ok(call) => call,
+            Err(error) => {
+                let error = tool_result::protocol_error(error);
+                let message = call_stream::error_message(&id.request.id, &error);
+                let event = Bytes::from(format!("data: {message}\n\n"));
+                return Box::pin(futures::stream::iter([event]));
+            }
+        };
+        let internal = InternalIds {
+            request: format!("resumed-{}", ulid::Ulid::generate()),
+            progress_token: format!("progress-{}", ulid::Ulid::generate()),
+        };
+        let prefix = view.prefix().unwrap_or_default();
+        let tool = call.tool_name.strip_prefix(&prefix).unwrap_or(&call.tool_name);
+        let (mut parts, message) = resume::resuming_request(parts, view, &id, tool, &internal);
+        let (signal, stored) = CallStoredSignal::new();
+        parts.extensions.insert(signal);
+        let on_open = self.resumed.map_request(session, &id.request.id, &internal.request);
+        let options = CallStreamOptions {
+            request: id.request,
+            retry_ms: self.transport.shared.settings.retry_ms,
+            priming: resume::priming_format(&parts.headers),
+            internal: Some(internal),
+        };
+        let handling = self.handle(parts, message.to_string(), view.clone());
+        Box::pin(call_stream::resume(handling, stored, options, on_open).into_chunks())
+    }
 }
 
 /// The parameters of `initialize`, from which a session can be restored.
@@ -319,7 +406,7 @@ struct JsonRpcMethod {
 
 /// Returns the JSON-RPC response to a body that is not JSON.
 fn parse_error_response(error: &serde_json::Error) -> Response {
-    let message = format!("the body is no JSON: {error}");
+    let message = format!("the body is not JSON: {error}");
     invalid_message_response(Value::Null, -32700, &message)
 }
 
@@ -358,11 +445,11 @@ fn parse_source_name(path: &str) -> Result<Option<Arc<str>>, Error> {
 }
 
 /// Reads the full body within its limits of size, time and nesting depth.
-async fn read_body(body: Body, limit: usize) -> Result<axum::body::Bytes, Error> {
+async fn read_body(body: Body, limit: usize) -> Result<Bytes, Error> {
     let reading = tokio::time::timeout(MCP_BODY_TIMEOUT, axum::body::to_bytes(body, limit));
     let bytes = reading
         .await
-        .map_err(|_| Error::refused(Code::BadRequest, "the body took too long to come"))?
+        .map_err(|_| Error::refused(Code::BadRequest, "the body did not arrive in time"))?
         .map_err(|_| {
             let message = format!("the body is over the limit of {limit} bytes, or ended early");
             Error::refused(Code::PayloadTooLarge, message)

@@ -1,5 +1,5 @@
 //! Explains requests that rmcp could not parse. Without this module, an MCP client that forgot a
-//! field would be told that the method does not exist.
+//! field would be answered that the method does not exist.
 
 use rmcp::ErrorData;
 use rmcp::model::{
@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 pub(super) fn explain_rejection(request: &CustomRequest) -> ErrorData {
     let method = request.method.as_str();
     let params = request.params.clone().unwrap_or_else(|| Value::Object(Map::new()));
-    let wrong = match method {
+    let problem = match method {
         "tools/call" => params_error::<CallToolRequestParams>(params),
         "tools/list" | "prompts/list" | "resources/list" | "resources/templates/list" => {
             params_error::<PaginatedRequestParams>(params)
@@ -32,8 +32,8 @@ pub(super) fn explain_rejection(request: &CustomRequest) -> ErrorData {
             return ErrorData::new(ErrorCode::METHOD_NOT_FOUND, message, None);
         }
     };
-    let wrong = wrong.unwrap_or_else(|| "they are not as MCP has them".to_owned());
-    ErrorData::invalid_params(format!("the params of {method} cannot be read: {wrong}"), None)
+    let problem = problem.unwrap_or_else(|| "they violate the MCP specification".to_owned());
+    ErrorData::invalid_params(format!("the params of {method} cannot be read: {problem}"), None)
 }
 
 fn params_error<T: DeserializeOwned>(params: Value) -> Option<String> {

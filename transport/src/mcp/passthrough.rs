@@ -57,7 +57,7 @@ pub trait PassthroughProvider: Send + Sync + 'static {
         &self,
         caller: &Caller,
         source: Option<&str>,
-        asked: ReadResourceRequestParams,
+        params: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData>;
 
     /// Returns the prompts in a stable order.
@@ -67,7 +67,7 @@ pub trait PassthroughProvider: Send + Sync + 'static {
     async fn get_prompt(
         &self,
         caller: &Caller,
-        asked: GetPromptRequestParams,
+        params: GetPromptRequestParams,
     ) -> Result<Option<GetPromptResponse>, ErrorData>;
 
     /// Returns completions for an argument.
@@ -75,7 +75,7 @@ pub trait PassthroughProvider: Send + Sync + 'static {
         &self,
         caller: &Caller,
         source: Option<&str>,
-        asked: CompleteRequestParams,
+        params: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData>;
 
     /// Returns whether the caller may see a source of this name.

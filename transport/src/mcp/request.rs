@@ -96,7 +96,7 @@ impl CallerView {
     }
 
     /// Returns Toolcrib's name for a tool name of the MCP client. The tool that reads long results
-    /// belongs to Toolcrib and has no prefix, whatever the source.
+    /// belongs to Toolcrib and has no prefix, regardless of the source.
     pub(super) fn qualified_tool_name(&self, name: &str) -> String {
         if name == RESULT_READ { name.to_owned() } else { self.qualified_name(name) }
     }

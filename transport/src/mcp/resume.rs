@@ -1,4 +1,4 @@
-//! `GET /mcp`: continues the stream of a call, and opens the stream of a session.
+//! The streams of `GET /mcp`: the continuation of a call, and the stream of a session.
 //!
 //! A continuation is an internal `tools/call` that waits for the stored call instead of making one.
 //! It goes through rmcp like the original request, so progress, elicitation and cancellation work
@@ -8,49 +8,51 @@
 //! The AI SDK (`@ai-sdk/mcp`, up to 2.0) differs: it does not resume the stream of a call, but it
 //! reconnects the stream of its session and accepts a response there. The ids of its open calls are
 //! therefore sent on that stream, in an event that it ignores, and the responses follow the
-//! reconnection. In revision 2026-07-28 it has no such stream, so it is told to initialize.
+//! reconnection. In revision 2026-07-28 it has no such stream, so the response to its
+//! `server/discover` makes it initialize a session.
 
 use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use futures::stream::select_all;
 use futures::{Stream, StreamExt};
 use parking_lot::Mutex;
 use rmcp::ErrorData;
 use rmcp::model::ProtocolVersion;
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use toolcrib::domain::fault::Error;
 use toolcrib_protocol::sse::SseParser;
 
 use super::call_stream::{
-    self, CallEventId, CallStoredSignal, CallStreamOptions, InternalIds, OpenHook, PrimingFormat,
-    ResumedCall, StreamId,
+    self, CallEventId, InternalIds, OpenHook, PrimingFormat, ResumedCall, StreamId,
 };
-use super::http::McpHttpState;
 use super::request::{CallerView, remove_session_id};
-use super::tool_result;
 
 const LAST_EVENT_ID: &str = "last-event-id";
 
 /// Maximum number of open calls whose ids are sent on the stream of a session. The oldest ones are
-/// left out: a header of common size holds about this many.
+/// omitted: a header of common size holds about this many.
 const MAX_TRACKED_CALLS: usize = 16;
 
 /// Begins the ids of events on the stream of a session.
 const SESSION_EVENT: &str = "session";
 
-type Chunks = Pin<Box<dyn Stream<Item = Bytes> + Send>>;
+/// The events of a stream, as text.
+pub(super) type EventChunks = Pin<Box<dyn Stream<Item = Bytes> + Send>>;
 
 /// Returns whether this MCP client resumes calls only on the stream of its session.
 pub(super) fn needs_session(headers: &HeaderMap) -> bool {
     let agent = headers.get(header::USER_AGENT).and_then(|value| value.to_str().ok());
     agent.is_some_and(|agent| agent.split(' ').any(|product| product.starts_with("ai-sdk/")))
+}
+
+/// Returns the id of the last event that the MCP client received, or an empty text.
+pub(super) fn last_event_id(headers: &HeaderMap) -> &str {
+    headers.get(LAST_EVENT_ID).and_then(|value| value.to_str().ok()).unwrap_or_default()
 }
 
 /// Returns the form of the first event that this MCP client can read.
@@ -131,7 +133,7 @@ impl ResumedStreams {
     }
 
     /// Returns a hook that maps the request id of the MCP client to the internal one.
-    fn map_request(
+    pub(super) fn map_request(
         self: &Arc<Self>,
         session: Option<String>,
         request: &Value,
@@ -152,6 +154,42 @@ impl ResumedStreams {
         })
     }
 
+    /// Replaces the id of the last event on the stream of a session by the one that rmcp knows.
+    /// Returns the ids of the calls that were open.
+    pub(super) fn take_session_event(&self, headers: &mut HeaderMap) -> Vec<String> {
+        let event = SessionEventId::parse(last_event_id(headers));
+        headers.remove(LAST_EVENT_ID);
+        let Some(event) = event else { return Vec::new() };
+        // The ids of an earlier process mean nothing to the sessions of this one.
+        if event.epoch == self.epoch
+            && let Ok(number) = event.number.to_string().parse()
+        {
+            headers.insert(LAST_EVENT_ID, number);
+        }
+        event.calls
+    }
+
+    /// Returns the stream of a session over the messages of rmcp. `tracked` is the session if its
+    /// MCP client continues calls on this stream, which then carries their ids.
+    pub(super) fn session_stream(
+        &self,
+        messages: Body,
+        tracked: Option<&str>,
+        retry_ms: u64,
+    ) -> EventChunks {
+        let stream = SessionStream {
+            epoch: self.epoch.clone(),
+            retry_ms,
+            body: messages.into_data_stream(),
+            parser: SseParser::default(),
+            calls: tracked.map(|session| self.subscribe(session)),
+            number: 0,
+            queue: Vec::new(),
+            has_begun: false,
+        };
+        Box::pin(stream.into_chunks())
+    }
+
     /// Returns the body of a `notifications/cancelled`, with the internal id of the request if the
     /// request has one.
     pub(super) fn with_internal_request_id(&self, session: &str, body: Bytes) -> Bytes {
@@ -164,107 +202,8 @@ impl ResumedStreams {
     }
 }
 
-impl McpHttpState {
-    /// Serves `GET`: the continuation of a call, or the stream of a session.
-    pub(super) async fn serve_get(
-        &self,
-        mut parts: Parts,
-        view: CallerView,
-        session: Option<String>,
-    ) -> Result<Response, Error> {
-        let last = parts.headers.get(LAST_EVENT_ID).and_then(|value| value.to_str().ok());
-        let last = last.unwrap_or_default().to_owned();
-        if let Some(id) = CallEventId::parse(&last) {
-            // Without a session, rmcp explains to a legacy MCP client that it needs one.
-            if id.request.capabilities.is_some() || session.is_some() {
-                let chunks = self.resume_call(&parts, &view, session, id).await;
-                return Ok(call_stream::event_stream_response(chunks));
-            }
-        }
-        let Some(session) = session else {
-            return Ok(self.handle(parts, axum::body::Body::empty(), view).await);
-        };
-        // The ids of an earlier process mean nothing to the sessions of this one.
-        let event = SessionEventId::parse(&last);
-        parts.headers.remove(LAST_EVENT_ID);
-        if let Some(event) = event.as_ref().filter(|event| event.epoch == self.resumed.epoch)
-            && let Ok(number) = event.number.to_string().parse()
-        {
-            parts.headers.insert(LAST_EVENT_ID, number);
-        }
-        let tracks_calls = needs_session(&parts.headers);
-        let mut streams: Vec<Chunks> = Vec::new();
-        for id in event.into_iter().flat_map(|event| event.calls) {
-            if let Some(id) = CallEventId::parse(&id).filter(|_| tracks_calls) {
-                streams.push(self.resume_call(&parts, &view, Some(session.clone()), id).await);
-            }
-        }
-        let response = self.handle(parts, axum::body::Body::empty(), view).await;
-        if response.status() != StatusCode::OK {
-            return Ok(response);
-        }
-        let calls = tracks_calls.then(|| self.resumed.subscribe(&session));
-        let own = SessionStream {
-            epoch: self.resumed.epoch.clone(),
-            retry_ms: self.transport.shared.settings.retry_ms,
-            body: response.into_body().into_data_stream(),
-            parser: SseParser::default(),
-            calls,
-            number: 0,
-            queue: Vec::new(),
-            has_begun: false,
-        };
-        let own: Chunks = Box::pin(own.into_chunks());
-        if streams.is_empty() {
-            return Ok(call_stream::event_stream_response(own));
-        }
-        // The stream of the session never ends before those of the calls.
-        streams.push(own);
-        Ok(call_stream::event_stream_response(select_all(streams)))
-    }
-
-    /// Returns the events that continue a call.
-    async fn resume_call(
-        &self,
-        parts: &Parts,
-        view: &CallerView,
-        session: Option<String>,
-        id: CallEventId,
-    ) -> Chunks {
-        metrics::counter!("toolcrib_mcp_resumed_streams_total").increment(1);
-        let engine = &self.transport.shared.engine;
-        let call = match engine.calls().call(&view.caller, &id.call.id).await {
-            Ok(call) => call,
-            Err(error) => {
-                let error = tool_result::protocol_error(error);
-                let message = call_stream::error_message(&id.request.id, &error);
-                let event = Bytes::from(format!("data: {message}\n\n"));
-                return Box::pin(futures::stream::iter([event]));
-            }
-        };
-        let internal = InternalIds {
-            request: format!("resumed-{}", ulid::Ulid::generate()),
-            progress_token: format!("progress-{}", ulid::Ulid::generate()),
-        };
-        let prefix = view.prefix().unwrap_or_default();
-        let tool = call.tool_name.strip_prefix(&prefix).unwrap_or(&call.tool_name);
-        let (mut parts, message) = resuming_request(parts, view, &id, tool, &internal);
-        let (signal, stored) = CallStoredSignal::new();
-        parts.extensions.insert(signal);
-        let on_open = self.resumed.map_request(session, &id.request.id, &internal.request);
-        let options = CallStreamOptions {
-            request: id.request,
-            retry_ms: self.transport.shared.settings.retry_ms,
-            priming: priming_format(&parts.headers),
-            internal: Some(internal),
-        };
-        let handling = self.handle(parts, message.to_string(), view.clone());
-        Box::pin(call_stream::resume(handling, stored, options, on_open).into_chunks())
-    }
-}
-
 /// Builds the internal request that waits for a call.
-fn resuming_request(
+pub(super) fn resuming_request(
     parts: &Parts,
     view: &CallerView,
     id: &CallEventId,

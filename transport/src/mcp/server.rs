@@ -171,9 +171,8 @@ impl ServerHandler for McpHandler {
                 Implementation::new("toolcrib", env!("CARGO_PKG_VERSION")).with_title("Toolcrib"),
             )
             .with_instructions(
-                "Every call is a durable ticket: it goes on when you hang up, and its result is \
-                 kept. A call that takes long answers with its ticket; ask for the result with \
-                 call.result.",
+                "Every call is a durable ticket: it continues when you disconnect, and its result \
+                 is stored. A slow call returns its ticket; get the result with call.result.",
             )
     }
 
@@ -237,7 +236,7 @@ impl ServerHandler for McpHandler {
 
     async fn list_resources(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
         resources::list_resources(self.shared(), self.view(&context.extensions)).await
@@ -245,7 +244,7 @@ impl ServerHandler for McpHandler {
 
     async fn list_resource_templates(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListResourceTemplatesResult, ErrorData> {
         resources::list_templates(self.shared(), self.view(&context.extensions)).await
@@ -261,7 +260,7 @@ impl ServerHandler for McpHandler {
 
     async fn list_prompts(
         &self,
-        _asked: Option<PaginatedRequestParams>,
+        _params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         prompts::list_prompts(self.shared(), self.view(&context.extensions)).await

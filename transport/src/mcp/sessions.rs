@@ -75,7 +75,7 @@ impl SessionKey {
     fn issue(&self, caller: &Caller, params: Option<InitializeRequestParams>) -> String {
         let random = || ulid::Ulid::generate().random();
         let nonce = format!("{:x}{:x}", random(), random());
-        // Icons and titles are left out.
+        // Icons and titles are omitted.
         let params = params.map(|mut params| {
             let client = params.client_info;
             params.client_info = Implementation::new(client.name, client.version);
@@ -203,12 +203,12 @@ impl RestorableSessions {
         if projects.len() > sessions.len() * 2 {
             projects.retain(|id, _| sessions.contains_key(id.as_str()));
         }
-        let theirs = projects.iter().filter(|(id, project)| {
+        let of_project = projects.iter().filter(|(id, project)| {
             **project == caller.project && sessions.contains_key(id.as_str())
         });
         let too_many = match () {
             () if sessions.len() >= self.limit => "too many MCP sessions are open",
-            () if theirs.count() >= (self.limit / 2).max(1) => {
+            () if of_project.count() >= (self.limit / 2).max(1) => {
                 "the project has too many MCP sessions"
             }
             () => return Ok(()),

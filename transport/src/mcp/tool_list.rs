@@ -93,16 +93,16 @@ impl CallerToolList {
         let mut tools: Vec<Tool> =
             page.iter().map(|l| adapt_to_revision(&l.tool, revision)).collect();
         if let Some(prefix) = prefix {
-            let mut beside =
+            let mut helper_tools =
                 if self.len() > 0 { builtin_tools::always_listed() } else { Vec::new() };
             let reads = self.tools.iter().find(|listed| listed.name() == RESULT_READ);
-            beside.extend(reads.map(|listed| adapt_to_revision(&listed.tool, revision)));
+            helper_tools.extend(reads.map(|listed| adapt_to_revision(&listed.tool, revision)));
             for tool in &mut tools {
                 tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
             }
-            tools.retain(|tool| beside.iter().all(|builtin| builtin.name != tool.name));
+            tools.retain(|tool| helper_tools.iter().all(|builtin| builtin.name != tool.name));
             if more.is_none() {
-                tools.extend(beside);
+                tools.extend(helper_tools);
             }
         }
         (tools, more)
@@ -131,8 +131,8 @@ impl CallerToolList {
             // They are contiguous, because the list is sorted by name.
             Some(prefix) => {
                 let first = self.tools.partition_point(|listed| listed.name() < prefix);
-                let theirs = |listed: &ToolListEntry| listed.name().starts_with(prefix);
-                let end = first + self.tools[first..].partition_point(theirs);
+                let has_prefix = |listed: &ToolListEntry| listed.name().starts_with(prefix);
+                let end = first + self.tools[first..].partition_point(has_prefix);
                 &self.tools[begin.clamp(first, end)..end]
             }
             None => &self.tools[begin..],
@@ -204,9 +204,9 @@ fn build_list(
     let reuse = |entry: &Arc<CatalogEntry>| {
         let name = entry.definition.name.as_str();
         let index = previous.binary_search_by(|listed| listed.name().cmp(name)).ok()?;
-        let same =
+        let is_same =
             previous[index].entry.as_ref().is_some_and(|previous| Arc::ptr_eq(previous, entry));
-        same.then(|| previous[index].clone())
+        is_same.then(|| previous[index].clone())
     };
     let mut tools: Vec<ToolListEntry> = Vec::new();
     for entry in engine.registry().tools(caller) {

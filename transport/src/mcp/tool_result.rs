@@ -5,7 +5,7 @@
 //! Toolcrib is a protocol error, which models never see.
 //!
 //! To add a field to tool results: a field of the results of stored calls goes into the `_meta`
-//! of [`with_call_id`], under a name that begins with `toolcrib/`; a field of successes into
+//! of [`with_call_meta`], under a name that begins with `toolcrib/`; a field of successes into
 //! [`success_result`], of failures into [`error_result`], of calls that have not ended into
 //! [`pending_result`]. The `structuredContent` of a success must match the output schema of the
 //! tool, so only its `_meta` has room. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md`
@@ -47,8 +47,8 @@ pub(super) async fn ended_call_result(
         return from_ended_call(call, tool, budget);
     }
     // Converting a large result would block the async worker thread.
-    let whole = call.clone();
-    match tokio::task::spawn_blocking(move || from_ended_call(&whole, tool, budget)).await {
+    let full_call = call.clone();
+    match tokio::task::spawn_blocking(move || from_ended_call(&full_call, tool, budget)).await {
         Ok(result) => result,
         Err(_) => from_ended_call(call, tool, usize::MAX),
     }
@@ -65,11 +65,11 @@ fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolRe
         (Some(data), None) => success_result(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
     };
-    with_call_id(result, call)
+    with_call_meta(result, call)
 }
 
-/// Adds the id of the call to a result.
-fn with_call_id(mut result: CallToolResult, call: &Call) -> CallToolResult {
+/// Adds the `_meta` fields that the results of all calls have: the id of the call.
+fn with_call_meta(mut result: CallToolResult, call: &Call) -> CallToolResult {
     let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
     meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());
     result
@@ -151,9 +151,9 @@ fn digest_text_blocks(
     let words = Json::from_value(&Value::String(words.join("\n")));
     let structure = result.structured_content.as_ref().filter(|_| !tool.has_output_schema);
     let structure = structure.map(Json::from_value);
-    let over = |text: &Json| tokens::exceeds(text.text(), budget);
-    let worded = over(&words);
-    if !worded && !structure.as_ref().is_some_and(over) {
+    let exceeds_budget = |text: &Json| tokens::exceeds(text.text(), budget);
+    let worded = exceeds_budget(&words);
+    if !worded && !structure.as_ref().is_some_and(exceeds_budget) {
         return result;
     }
     // Tools that return both usually repeat the same content, so the digest covers the structured
@@ -206,7 +206,8 @@ pub(super) fn error_result(
 ) -> CallToolResult {
     let again = match (fault.code, fault.side_effect) {
         (_, SideEffect::Possible) if is_irreversible => {
-            "it may have happened, so a retry is not safe: the same call may do it a second time"
+            "it may have taken effect, so a retry is not safe: the same call may do it a second \
+             time"
         }
         _ if fault.retryable => "the same call can succeed later",
         // The caller should check whether the effect happened before calling again.
@@ -275,24 +276,23 @@ pub(super) fn pending_result(
 ) -> CallToolResult {
     let id = call.id.as_str();
     let questions = call.elicitation.as_ref().filter(|_| call.waits_for_input());
-    let questions = questions.map(|asked| &asked.unanswered);
+    let questions = questions.map(|elicitation| &elicitation.unanswered);
     let state = match (call.status, questions) {
-        (Status::Pending, Some(_)) => {
-            "waits for an answer to what it has asked, which a person must give,"
-        }
+        (Status::Pending, Some(_)) => "waits for input that a person must give",
         (Status::Pending, None) if call.waits_for_approval() => "waits for an approval",
         (Status::Pending, None) => "waits to be executed",
         _ => "is being executed",
     };
-    let asked = questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
-    let asked = match approval_link {
+    let described =
+        questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
+    let described = match approval_link {
         Some(link) => format!(" {}", approval_message(call, link)),
-        None => asked,
+        None => described,
     };
     let text = format!(
-        "{} {state} and will go on. Its ticket is {id}.{asked} To get the result, call the tool \
-         \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} again for the same \
-         purpose: that would be a second call.",
+        "{} {state} and continues in the background. Its ticket is {id}.{described} To get the \
+         result, call the tool \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} \
+         again for the same purpose: that would be a second call.",
         call.tool_name, call.tool_name
     );
     let mut ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
@@ -311,7 +311,7 @@ pub(super) fn pending_result(
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
     };
     result.structured_content = Some(ticket);
-    with_call_id(result, call)
+    with_call_meta(result, call)
 }
 
 /// Describes the approval that a call waits for, for a person.
@@ -336,10 +336,10 @@ fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
     let (id, texts) = (&call.id, texts.collect::<Vec<_>>().join("; "));
     format!(
         " It asks {texts}. A person answers over HTTP, with POST /v1/tool_calls/{id}/answer and \
-         {{\"answers\": {{KEY: {{\"action\": \"accept\", \"content\": {{…}}}}}}}}, or on the command \
-         line, with: toolcrib calls answer {id} --question KEY FIELD=VALUE. An MCP client that \
-         supports elicitation or tasks gets the questions itself. Without an answer, the call ends \
-         {} s after it asked.",
+         {{\"answers\": {{KEY: {{\"action\": \"accept\", \"content\": {{…}}}}}}}}, or on the \
+         command line, with: toolcrib calls answer {id} --question KEY FIELD=VALUE. An MCP client \
+         that supports elicitation or tasks gets the questions itself. Without an answer, the call \
+         ends {} s after this request.",
         call.input_timeout_ms / 1_000
     )
 }
@@ -347,7 +347,7 @@ fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
 /// Returns a link to a call's full result.
 fn result_link(call: &Call, bytes: usize) -> ContentBlock {
     let resource = Resource::new(result_uri(&call.id), format!("result of {}", call.tool_name))
-        .with_description("The whole result; the text beside this link is a digest of it")
+        .with_description("The whole result; the text next to this link is a digest of it")
         .with_mime_type("application/json")
         .with_size(bytes as u64);
     ContentBlock::resource_link(resource)

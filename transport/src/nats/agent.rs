@@ -66,8 +66,8 @@ pub(super) async fn handle_request(
             turn_body(&turn, &[])
         }
         "dispatch" => {
-            let asked = parse_payload::<DispatchBody>(request)?.into_dispatch();
-            let sent = engine.utp().dispatch_step(caller, agent, &turn_id, asked).await?;
+            let dispatch = parse_payload::<DispatchBody>(request)?.into_dispatch();
+            let sent = engine.utp().dispatch_step(caller, agent, &turn_id, dispatch).await?;
             turn_body(&sent.turn, &sent.calls)
         }
         "turn" => {

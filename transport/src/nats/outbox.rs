@@ -24,7 +24,7 @@ const FIRST_BACKOFF: Duration = Duration::from_millis(500);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
 /// Attempts after which a message without a stream becomes a dead letter. The streams of Toolcrib
 /// exist by then, so no stream will ever take the message.
-const NO_STREAM_TRIES: u32 = 5;
+const NO_STREAM_ATTEMPTS: u32 = 5;
 /// Delay before a publisher that panicked is restarted.
 const RESTART_DELAY: Duration = Duration::from_secs(1);
 
@@ -35,9 +35,9 @@ pub(super) async fn run_publisher(engine: Engine, nats: NatsConnection) {
     supervise(down, || publish_loop(engine.clone(), nats.clone())).await;
 }
 
-async fn supervise<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> F) {
+async fn supervise<F: Future<Output = ()>>(down: impl Fn(), start: impl Fn() -> F) {
     loop {
-        let ended = AssertUnwindSafe(begin()).catch_unwind().await;
+        let ended = AssertUnwindSafe(start()).catch_unwind().await;
         down();
         tracing::error!(panicked = ended.is_err(), "the outbox publisher stopped; restarting it");
         tokio::time::sleep(RESTART_DELAY).await;
@@ -46,26 +46,26 @@ async fn supervise<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> 
 
 async fn publish_loop(engine: Engine, nats: NatsConnection) {
     let mut wake = engine.utp().subscribe_outbox();
-    let mut outbox = OutboxPublisher { engine, link: nats, retries: HashMap::new() };
+    let mut outbox = OutboxPublisher { engine, nats, retries: HashMap::new() };
     loop {
-        if !outbox.link.is_connected() {
+        if !outbox.nats.is_connected() {
             // The broker was disconnected and rejected nothing, so the backoff starts over.
             outbox.retries.clear();
         }
-        outbox.link.wait_until_connected().await;
+        outbox.nats.wait_until_connected().await;
         // Done even if the outbox is empty: a tool service may need the streams first.
-        if let Err(error) = outbox.link.ensure_streams().await {
+        if let Err(error) = outbox.nats.ensure_streams().await {
             tracing::debug!(%error, "the streams do not exist yet");
         }
         match outbox.publish_pending().await {
             Ok(0) => {
-                outbox.link.set_outbox_healthy(true);
+                outbox.nats.set_outbox_healthy(true);
                 tokio::select! {
                     () = wake.wait_for_wake() => {}
                     () = tokio::time::sleep(OUTBOX_POLL_INTERVAL) => {}
                 }
             }
-            Ok(_) => outbox.link.set_outbox_healthy(true),
+            Ok(_) => outbox.nats.set_outbox_healthy(true),
             Err(error) => {
                 tracing::warn!(%error, "the outbox could not be published; retrying");
                 tokio::time::sleep(Duration::from_millis(500)).await;
@@ -76,13 +76,13 @@ async fn publish_loop(engine: Engine, nats: NatsConnection) {
 
 struct OutboxPublisher {
     engine: Engine,
-    link: NatsConnection,
+    nats: NatsConnection,
     /// Messages that the broker did not accept, by id.
     retries: HashMap<String, PublishRetry>,
 }
 
 struct PublishRetry {
-    tries: u32,
+    attempts: u32,
     due_at: Instant,
 }
 
@@ -95,7 +95,7 @@ impl OutboxPublisher {
             let Some((last, _)) = messages.last() else { break };
             after = *last;
             removed += self.publish_page(&messages).await?;
-            if messages.len() < OUTBOX_PAGE_SIZE || !self.link.is_connected() {
+            if messages.len() < OUTBOX_PAGE_SIZE || !self.nats.is_connected() {
                 break;
             }
         }
@@ -109,7 +109,7 @@ impl OutboxPublisher {
         };
         let due: Vec<&OutboxMessage> =
             messages.iter().map(|(_, message)| message).filter(due).collect();
-        let nats = &self.link;
+        let nats = &self.nats;
         let sending = due.iter().map(|message| async move {
             if message.expires_ms <= now_ms {
                 return Ok(());
@@ -150,14 +150,15 @@ impl OutboxPublisher {
         message: &OutboxMessage,
         error: &NatsPublishError,
     ) -> Option<&'static str> {
-        let waits = PublishRetry { tries: 0, due_at: Instant::now() };
+        let waits = PublishRetry { attempts: 0, due_at: Instant::now() };
         let waits = self.retries.entry(message.id.clone()).or_insert(waits);
-        waits.due_at = Instant::now() + MAX_BACKOFF.min(FIRST_BACKOFF * (1 << waits.tries.min(8)));
-        waits.tries += 1;
+        waits.due_at =
+            Instant::now() + MAX_BACKOFF.min(FIRST_BACKOFF * (1 << waits.attempts.min(8)));
+        waits.attempts += 1;
         match error {
             NatsPublishError::TooLarge => Some("too_large"),
             NatsPublishError::Invalid(_) => Some("unpublishable"),
-            NatsPublishError::NoStream if waits.tries >= NO_STREAM_TRIES => Some("no_stream"),
+            NatsPublishError::NoStream if waits.attempts >= NO_STREAM_ATTEMPTS => Some("no_stream"),
             NatsPublishError::NoStream | NatsPublishError::Retryable(_) => None,
         }
     }
@@ -168,7 +169,7 @@ impl OutboxPublisher {
         reason: &str,
         error: &NatsPublishError,
     ) -> anyhow::Result<()> {
-        let subject = format!("cg.{}.{}", self.link.version(), message.subject);
+        let subject = format!("cg.{}.{}", self.nats.version(), message.subject);
         let parts = subject::parse(&subject);
         let publishable = parts.filter(|parts| matches!(parts.category, "cmd" | "evt"));
         // The subject does not say which project the message belongs to, so it is dropped.
@@ -195,7 +196,9 @@ async fn publish_message(
 ) -> Result<(), NatsPublishError> {
     let subject = format!("cg.{}.{}", nats.version(), message.subject);
     if subject::parse(&subject).is_none() || !subject.split('.').all(is_token) {
-        return Err(NatsPublishError::Invalid(format!("\"{subject}\" is no subject of ours")));
+        return Err(NatsPublishError::Invalid(format!(
+            "\"{subject}\" is not a subject of this server"
+        )));
     }
     let (headers, payload) = wire::encode_outbox_message(nats.version(), message);
     nats.publish(subject, headers, payload.to_string().into_bytes(), &message.id).await
@@ -215,7 +218,7 @@ mod tests {
         let down = || {
             failures.fetch_add(1, Ordering::Relaxed);
         };
-        let begin = || async {
+        let start = || async {
             if starts.fetch_add(1, Ordering::Relaxed) == 0 {
                 panic!("an unexpected message");
             }
@@ -223,7 +226,7 @@ mod tests {
             std::future::pending().await
         };
         tokio::select! {
-            () = supervise(down, begin) => unreachable!(),
+            () = supervise(down, start) => unreachable!(),
             started = is_running => started.unwrap(),
         }
         assert_eq!((failures.into_inner(), starts.into_inner()), (1, 2));

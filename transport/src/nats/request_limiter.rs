@@ -53,7 +53,7 @@ impl RequestPermit {
             if all >= MAX_WAITING
                 || in_project.is_some_and(|count| *count >= MAX_WAITING_PER_PROJECT)
             {
-                let message = "too many requests wait over NATS; ask without wait_ms";
+                let message = "too many requests wait over NATS; send it without wait_ms";
                 return Err(Error::retry_later(Code::Overloaded, message, 1_000));
             }
             *waiting.entry(project.to_owned()).or_default() += 1;

@@ -170,13 +170,13 @@ async fn ingest_reports(
     // The subject of a single report, so that a dead letter of it can be redriven.
     let subject = format!("cg.{version}.{project}.{channel}.rpc.sys.l0.report");
     let common = UtpHeaders::from_message(request.headers.as_ref());
-    let taking = batch.reports.iter().map(|one| {
-        let headers = UtpHeaders::from_json(&one.headers).or_fallback(&common);
-        let body = one.report.get().as_bytes();
+    let ingesting = batch.reports.iter().map(|report| {
+        let headers = UtpHeaders::from_json(&report.headers).or_fallback(&common);
+        let body = report.report.get().as_bytes();
         let incoming = IncomingReport { subject: &subject, headers, body };
         report::ingest_report(engine, caller, incoming)
     });
-    let outcomes = futures::future::join_all(taking).await;
+    let outcomes = futures::future::join_all(ingesting).await;
     let answers = outcomes.iter().map(|outcome| match outcome {
         Ok(ingested) => NatsReportReply::Accepted(wire::IngestedBody::new(ingested)),
         Err(error) => NatsReportReply::Refused(wire::error_json(error)),

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crate::calls::batch::execution::{EntryRenderer, EntryResolution, RenderedEntry};
 use crate::calls::batch::shorten;
+use crate::calls::rejoin::PendingDelivery;
 use crate::domain::call::{Call, CallMetrics, Hold};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::model_formats::{
     self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
 };
-use crate::rejoin::PendingDelivery;
 use crate::results::digest::{self, DigestSource};
 use crate::results::tokens;
 
@@ -64,19 +64,21 @@ pub struct BatchAnswer {
     pub deliveries: Vec<PendingDelivery>,
 }
 
-const BACKGROUND_NOTICE: &str = "it runs in the background as this task: go on with the rest. Its \
-                             result comes later, with this same call id; do not call it again for it";
-const STILL_RUNNING_NOTICE: &str = "it has not ended within the wait and goes on. Its result comes later, with \
-                       this same call id; do not call it again for it";
+const BACKGROUND_NOTICE: &str = "it runs in the background as this task; continue with other work. \
+                                 Its result follows later, with the same call id; do not call it \
+                                 again for it";
+const STILL_RUNNING_NOTICE: &str = "it has not ended within the wait and is still running. Its \
+                                    result follows later, with the same call id; do not call it \
+                                    again for it";
 
-const PREDECESSOR_NOTICE: &str = "its turn has not come within the wait: it begins by itself when the \
-                            call before it has ended. Its result comes later, with this same call \
-                            id; do not call it again for it";
+const PREDECESSOR_NOTICE: &str = "it did not start within the wait; it starts when the call before \
+                                  it has ended. Its result follows later, with the same call id; \
+                                  do not call it again for it";
 
-const INPUT_NOTICE: &str = "its tool asked the questions below, and it waits for a person to answer \
-                            them: POST /v1/tool_calls/{tool_call_id}/answer, or on the command \
-                            line: toolcrib calls answer {tool_call_id}. Its result comes later, \
-                            with this same call id; do not call it again for it";
+const INPUT_NOTICE: &str = "its tool requested the input below, which a person must give: POST \
+                            /v1/tool_calls/{tool_call_id}/answer, or on the command line: toolcrib \
+                            calls answer {tool_call_id}. Its result follows later, with the same \
+                            call id; do not call it again for it";
 
 const APPROVAL_NOTICE: &str = "a rule asks for a person's approval, and it waits for that: POST \
                                /v1/approvals/decide, or on the command line: toolcrib approvals \
@@ -92,7 +94,11 @@ pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
         tool_call_id: id,
         task_id: background.then_some(id),
         approval_id: call.pending_approval(),
-        questions: call.elicitation.as_ref().filter(|_| waits).map(|asked| &asked.unanswered),
+        questions: call
+            .elicitation
+            .as_ref()
+            .filter(|_| waits)
+            .map(|elicitation| &elicitation.unanswered),
         message: match call.hold {
             _ if waits => INPUT_NOTICE,
             Some(Hold::Approval { .. }) => APPROVAL_NOTICE,
@@ -186,7 +192,7 @@ impl BatchEntryResult {
             BatchEntryState::Ended { call, omitted_bytes: Some(bytes) } => {
                 let (tool, id) = (&call.tool_name, &call.id);
                 format!(
-                    "[{tool}: {bytes} bytes, too large beside the other results. Read any part: \
+                    "[{tool}: {bytes} bytes, too large next to the other results. Read any part: \
                      result.read {{\"tool_call_id\":\"{id}\"}}]"
                 )
             }
@@ -229,12 +235,12 @@ impl BatchEntryResult {
             let message = shorten::truncate_to_tokens(&fault.message, remaining);
             let whole =
                 self.build_message("", Some(&fault_with_message_only(fault, message.clone())));
-            let over = tokens::count(whole.text()).saturating_sub(budget);
+            let excess = tokens::count(whole.text()).saturating_sub(budget);
             // Escaping and token boundaries between the parts cost more than the parts alone.
-            if over == 0 || remaining == 0 {
+            if excess == 0 || remaining == 0 {
                 return message;
             }
-            remaining = remaining.saturating_sub(over);
+            remaining = remaining.saturating_sub(excess);
         }
     }
 

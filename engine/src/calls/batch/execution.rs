@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
 use crate::calls::accept::BatchMembership;
 use crate::calls::accept::approval_request::BatchCalls;
+use crate::calls::rejoin::PendingDelivery;
 use crate::calls::request::CallRequest;
 use crate::calls::{Calls, Ticket, Until};
 use crate::domain::call::Call;
@@ -23,7 +24,6 @@ use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
 use crate::registry::audit;
 use crate::registry::catalog::CatalogEntry;
-use crate::rejoin::PendingDelivery;
 
 /// Minimum number of lanes that justify a separate task, which another worker thread can run.
 const MIN_LANES_PER_TASK: usize = 16;
@@ -140,24 +140,26 @@ impl BatchExecution {
 
     /// Runs the batch and returns the answers in the order of the entries.
     pub(super) async fn run(self: Arc<Self>) -> (Vec<RenderedEntry>, Vec<PendingDelivery>) {
-        let together = CommitGroup::default();
-        let beginning = |(n, lane)| (lane, (n < self.max_parallel).then(|| together.add_member()));
-        let mut lanes: Vec<_> = self.plan_lanes().into_iter().enumerate().map(beginning).collect();
-        let mut others = JoinSet::new();
+        let commit_group = CommitGroup::default();
+        let with_member =
+            |(n, lane)| (lane, (n < self.max_parallel).then(|| commit_group.add_member()));
+        let mut lanes: Vec<_> =
+            self.plan_lanes().into_iter().enumerate().map(with_member).collect();
+        let mut tasks = JoinSet::new();
         // If every lane has a concurrency slot, the worker threads share them. If the caller
         // disconnects, dropping the set aborts its tasks.
         if lanes.len() <= self.max_parallel {
             let threads = tokio::runtime::Handle::current().metrics().num_workers();
-            let tasks = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
-            let each = lanes.len().div_ceil(tasks);
+            let task_count = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
+            let each = lanes.len().div_ceil(task_count);
             while lanes.len() > each {
                 let running = self.clone().run_lanes(lanes.split_off(lanes.len() - each));
-                others.spawn(audit::with_origin(audit::current_origin(), running));
+                tasks.spawn(audit::with_origin(audit::current_origin(), running));
             }
         }
         self.clone().run_lanes(lanes).await;
-        while let Some(done) = others.join_next().await {
-            if let Err(error) = done {
+        while let Some(joined) = tasks.join_next().await {
+            if let Err(error) = joined {
                 tracing::error!(%error, "a task of a batch failed");
             }
         }
@@ -165,8 +167,8 @@ impl BatchExecution {
         let waits = waiting.into_iter().map(|(index, ticket)| self.wait_for_entry(index, ticket));
         futures::future::join_all(waits).await;
         let answer = |(index, slot): (usize, &Mutex<AnswerSlot>)| {
-            let AnswerSlot { answer, is_uncommitted: ahead } = std::mem::take(&mut *slot.lock());
-            answer.filter(|_| !ahead).unwrap_or_else(|| self.render_entry(index, None))
+            let AnswerSlot { answer, is_uncommitted } = std::mem::take(&mut *slot.lock());
+            answer.filter(|_| !is_uncommitted).unwrap_or_else(|| self.render_entry(index, None))
         };
         let answers = self.answers.iter().enumerate().map(answer).collect();
         (answers, std::mem::take(&mut *self.deliveries.lock()))
@@ -215,7 +217,7 @@ impl BatchExecution {
         futures::stream::iter(lanes).buffer_unordered(self.max_parallel).collect::<()>().await;
     }
 
-    async fn run_lane(self: Arc<Self>, (indexes, mut coming): LaneStart) {
+    async fn run_lane(self: Arc<Self>, (indexes, mut member): LaneStart) {
         // Lanes that get a slot at the beginning start even if the caller does not wait at all.
         let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
         let in_time = || self.engine.core.now_ms() < self.wait_deadline_ms;
@@ -227,13 +229,13 @@ impl BatchExecution {
         };
         for index in indexes {
             let Ok(entry) = &self.parsed[index] else { continue };
-            let now = before.is_none() && (at_once || in_time());
-            if !now && !self.batch.defer_unstarted {
+            let may_start_now = before.is_none() && (at_once || in_time());
+            if !may_start_now && !self.batch.defer_unstarted {
                 let refused = BatchEntryState::Refused(not_started_fault());
                 self.record_answer(index, refused.into(), false);
                 continue;
             }
-            match self.run_entry(index, entry, coming.take(), before.clone()).await {
+            match self.run_entry(index, entry, member.take(), before.clone()).await {
                 LaneContinuation::Ended => at_once = false,
                 LaneContinuation::Predecessor(call) => before = Some(call),
                 LaneContinuation::Unaffected => {}
@@ -242,9 +244,9 @@ impl BatchExecution {
         self.open_predecessors.lock().extend(before);
     }
 
-    fn record_answer(&self, index: usize, resolution: EntryResolution, ahead: bool) {
+    fn record_answer(&self, index: usize, resolution: EntryResolution, is_uncommitted: bool) {
         let answer = Some(self.render_entry(index, Some(resolution)));
-        *self.answers[index].lock() = AnswerSlot { answer, is_uncommitted: ahead };
+        *self.answers[index].lock() = AnswerSlot { answer, is_uncommitted };
     }
 
     /// Returns whether an answer was prepared for the call, and marks it valid now that the call is
@@ -257,10 +259,10 @@ impl BatchExecution {
         self: &Arc<Self>,
         index: usize,
         entry: &ParsedToolCall,
-        coming: Option<GroupMember>,
+        member: Option<GroupMember>,
         after: Option<Arc<Call>>,
     ) -> LaneContinuation {
-        let ticket = match self.accept_entry(index, entry, coming, after).await {
+        let ticket = match self.accept_entry(index, entry, member, after).await {
             Ok(ticket) => ticket,
             Err(error) => {
                 let refused = BatchEntryState::Refused(fault_from_error(error));
@@ -393,8 +395,8 @@ fn limit_deadline_ms(calls: &Calls, batch: &Batch) -> u64 {
 }
 
 fn not_started_fault() -> Fault {
-    let message = "not begun: the wait was over before its turn came. Nothing was done, and it \
-                   will not be done later; ask for it again if it is still wanted";
+    let message = "not started: the wait ended before this call could start. Nothing was done, and \
+                   it will not be done later; call it again if it is still needed";
     Fault::new(Code::Canceled, message).without_side_effect().retryable(true)
 }
 

@@ -9,7 +9,7 @@ use crate::results::tokens;
 const CUT: &str = "…";
 
 /// Notice for a ticket when the usual notice is too long.
-pub(super) const SHORT_PENDING_NOTICE: &str = "its result comes later, with this same call id";
+pub(super) const SHORT_PENDING_NOTICE: &str = "its result follows later, with the same call id";
 
 /// Truncates a text to a number of tokens.
 pub(super) fn truncate_to_tokens(text: &str, budget: usize) -> String {
@@ -55,7 +55,7 @@ pub(super) fn shorten_pending(pending: &PendingNotice<'_>, budget: usize) -> Str
 /// Describes an omitted result: the call that reads it, or only the fact that it is omitted.
 pub(super) fn describe_omitted(bytes: usize, id: &str, budget: usize) -> String {
     let read = format!("[{bytes} bytes: result.read {{\"tool_call_id\":\"{id}\"}}]");
-    first_fitting([read, "[left out]".to_owned(), CUT.to_owned()], budget)
+    first_fitting([read, "[omitted]".to_owned(), CUT.to_owned()], budget)
 }
 
 /// Returns the first text that fits the budget, or an empty string.
@@ -78,6 +78,7 @@ mod tests {
             tool_call_id: id,
             task_id: Some(id),
             message: "a message that is longer than it has to be, as such messages are",
+            approval_id: None,
             questions: None,
         };
         let long = Fault::new(Code::RuntimeError, "it went wrong in a way. ".repeat(100))

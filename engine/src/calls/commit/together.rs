@@ -13,9 +13,9 @@ use crate::domain::directory::AuditEntry;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::engine_metrics;
 use crate::lifecycle::{self, Action, Event, Refusal};
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 use crate::ports::store::approvals::ApprovalCommit;
 use crate::ports::store::{NewCall, SaveResult};
 

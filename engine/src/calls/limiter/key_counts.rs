@@ -43,10 +43,10 @@ impl<K: Hash + Eq + Clone> KeyCounts<K> {
     where
         K: Borrow<Q>,
     {
-        let many = self.0.len() > MAX_IDLE_KEYS;
+        let is_over_limit = self.0.len() > MAX_IDLE_KEYS;
         if let Some(count) = self.0.get_mut(name) {
             *count = count.saturating_sub(1);
-            if *count == 0 && many {
+            if *count == 0 && is_over_limit {
                 self.0.remove(name);
             }
         }

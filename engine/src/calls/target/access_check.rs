@@ -8,12 +8,14 @@ use std::sync::Arc;
 use crate::calls::Dispatcher;
 use crate::calls::accept::approval_request::{RequiredApproval, rule_binding};
 use crate::calls::request::{ExecutedArguments, fit_to_schema};
-use crate::domain::access_rules::{AccessDecision, AskDecision, RuleAction};
+use crate::domain::access_rules::{AccessDecision, AskDecision, Denial, RuleAction};
 use crate::domain::call::{Call, Hold, Status, Target};
 use crate::domain::fault::{Error, Fault};
 use crate::domain::tool::Executor;
 use crate::lifecycle::Event;
+use crate::ports::engine_metrics;
 use crate::registry::AccessRequest;
+use crate::registry::authorize::denial_fault;
 use crate::registry::catalog::{Catalog, CatalogEntry};
 
 impl Dispatcher {
@@ -21,20 +23,29 @@ impl Dispatcher {
     /// not start: it has ended, or waits for an approval.
     pub(crate) async fn stop_if_not_allowed(self: &Arc<Self>, call: &Call) -> bool {
         let caller = call.caller();
-        let is_checked = !caller.is_exempt_from_rules()
-            && call.status == Status::Pending
+        let is_waiting = call.status == Status::Pending
             && call.target.executor != Executor::CALLER
             && call.replaced_by().is_none();
-        if !is_checked {
+        if !is_waiting {
             return false;
         }
         let catalog = self.registry.catalog();
+        let credential = caller.attributes.credential.as_deref();
+        if let Some(id) = credential.filter(|id| catalog.is_revoked_credential(id)) {
+            let reason = format!("the key {id} was revoked");
+            return self
+                .end_denied(call, &call.target.tool, Denial { rule_id: None, reason })
+                .await;
+        }
+        if caller.is_exempt_from_rules() {
+            return false;
+        }
         // The target is another tool if the call has fallen back to one.
         if call.tool_name != call.target.tool {
             let requested = AccessRequest { run_id: Some(&call.run_id), ..named(&call.tool_name) };
             let decision = catalog.authorize(&caller, RuleAction::Invoke, &requested);
-            if decision.is_denied() {
-                return self.end_denied(call, &call.tool_name, decision).await;
+            if let AccessDecision::Denied(denial) = decision {
+                return self.end_denied(call, &call.tool_name, denial).await;
             }
         }
         let entry = catalog.find(&call.project, &call.target.tool);
@@ -56,21 +67,22 @@ impl Dispatcher {
             AccessDecision::Ask(ask) => {
                 self.hold_unless_approved(call, &catalog, entry.as_deref(), *ask).await
             }
-            decision @ AccessDecision::Denied(_) => {
-                self.end_denied(call, &call.target.tool, decision).await
+            AccessDecision::Denied(denial) => {
+                self.end_denied(call, &call.target.tool, denial).await
             }
         }
     }
 
-    async fn end_denied(
-        self: &Arc<Self>,
-        call: &Call,
-        tool: &str,
-        decision: AccessDecision,
-    ) -> bool {
-        let fault = self.denial_fault(&call.caller(), tool, decision).await;
-        let event = Event::PermissionRevoked { fault };
-        self.advance_with_retry(&call.project, &call.id, event).await;
+    async fn end_denied(self: &Arc<Self>, call: &Call, tool: &str, denial: Denial) -> bool {
+        let caller = call.caller();
+        let event = Event::PermissionRevoked { fault: denial_fault(&caller, tool, &denial) };
+        // The call may have started to run, or have ended, in the meantime: then nothing is denied.
+        if self.advance_with_retry(&call.project, &call.id, event).await {
+            engine_metrics::count_denied();
+            if let Err(error) = self.registry.audit_denial(&caller, tool, &denial.reason).await {
+                tracing::warn!(%error, "a denial was not audited");
+            }
+        }
         true
     }
 

@@ -15,6 +15,9 @@ use crate::domain::id::CallId;
 use crate::domain::tool::Effect;
 use crate::domain::tool::availability::ToolClient;
 
+/// Number of clients beyond which a disconnected client without work is removed.
+const MAX_IDLE_CLIENTS: usize = 10_000;
+
 type ClientKey = (String, String);
 type ToolKey = (String, String);
 
@@ -60,7 +63,7 @@ impl ClientQueueState {
 
     pub(super) fn connect(
         &mut self,
-        arrival: ConnectRequest,
+        request: ConnectRequest,
         sender: UnboundedSender<ClientMessage>,
         now_ms: u64,
     ) -> u64 {
@@ -68,34 +71,34 @@ impl ClientQueueState {
         if self.closed {
             return number;
         }
-        let key = (arrival.project, arrival.client_id);
+        let key = (request.project, request.client_id);
         let client = self.clients.entry(key.clone()).or_default();
-        client.tools = arrival.tools;
+        client.tools = request.tools;
         client.last_seen_ms = now_ms;
-        let (window, transport) = (arrival.window.max(1), arrival.transport);
+        let (window, transport) = (request.window.max(1), request.transport);
         client.is_polling = transport == Transport::Polling;
         client.undelivered_cancels.drain(..).for_each(|message| drop(sender.send(message)));
         client.sessions.push(ClientConnection { number, sender, window, transport });
         // A poll is not a reconnect: the client is still working on the items it holds.
         if transport == Transport::Streaming {
-            self.redeliver(&key, arrival.redelivery);
+            self.redeliver(&key, request.redelivery);
         }
         self.fill_client(&key, now_ms);
         number
     }
 
     /// Redelivers the acknowledged and unanswered items of a client that reconnected.
-    fn redeliver(&mut self, key: &ClientKey, memory: Redelivery) {
+    fn redeliver(&mut self, key: &ClientKey, redelivery: Redelivery) {
         let Some(client) = self.clients.get_mut(key) else { return };
         let Some(connection) = client.sessions.last() else { return };
         for (id, lease) in client.leases.iter_mut().filter(|(_, lease)| lease.session.is_none()) {
-            let Some(parked) = self.requests.get_mut(id) else { continue };
-            let harmless = parked.item.effect != Effect::Irreversible;
-            if harmless || memory == Redelivery::All {
-                parked.item.redelivered = true;
+            let Some(entry) = self.requests.get_mut(id) else { continue };
+            let is_repeatable = entry.item.effect != Effect::Irreversible;
+            if is_repeatable || redelivery == Redelivery::All {
+                entry.item.redelivered = true;
                 lease.session = Some(connection.number);
                 (lease.polled, lease.lease_until_ms) = (false, None);
-                let _ = connection.sender.send(ClientMessage::Execute(parked.item.clone()));
+                let _ = connection.sender.send(ClientMessage::Execute(entry.item.clone()));
             }
         }
     }
@@ -104,12 +107,12 @@ impl ClientQueueState {
         &mut self,
         project: &str,
         client_id: &str,
-        offers: &HashSet<String>,
+        tools: &HashSet<String>,
         now_ms: u64,
     ) {
         let key = (project.to_owned(), client_id.to_owned());
         if let Some(client) = self.clients.get_mut(&key) {
-            client.tools.clone_from(offers);
+            client.tools.clone_from(tools);
             self.fill_client(&key, now_ms);
         }
     }
@@ -128,24 +131,24 @@ impl ClientQueueState {
         &mut self,
         key: &ClientKey,
         number: u64,
-        unheard: Vec<ClientMessage>,
+        undelivered: Vec<ClientMessage>,
         now_ms: u64,
     ) {
         let Some(client) = self.clients.get_mut(key) else { return };
         client.last_seen_ms = now_ms;
-        let Some(at) = client.sessions.iter().position(|c| c.number == number) else { return };
-        client.sessions.remove(at);
-        unheard.into_iter().for_each(|message| client.send_or_buffer(None, message));
-        let mut back = Vec::new();
+        let Some(index) = client.sessions.iter().position(|c| c.number == number) else { return };
+        client.sessions.remove(index);
+        undelivered.into_iter().for_each(|message| client.send_or_buffer(None, message));
+        let mut requeued = Vec::new();
         for (id, lease) in
             client.leases.iter_mut().filter(|(_, lease)| lease.session == Some(number))
         {
             lease.session = None;
             if !lease.acknowledged && lease.lease_until_ms.is_none() {
-                back.push(id.clone());
+                requeued.push(id.clone());
             }
         }
-        self.requeue(key, back, now_ms);
+        self.requeue(key, requeued, now_ms);
         self.remove_if_stale(key);
     }
 
@@ -162,7 +165,7 @@ impl ClientQueueState {
         // Recently seen clients stay visible to the operator, up to a limit. A client without tools
         // here was never connected or is no longer registered.
         let Some(client) = self.clients.get(key).filter(|client| client.is_idle()) else { return };
-        if client.tools.is_empty() || self.clients.len() > 10_000 {
+        if client.tools.is_empty() || self.clients.len() > MAX_IDLE_CLIENTS {
             self.clients.remove(key);
         }
     }
@@ -179,16 +182,16 @@ impl ClientQueueState {
             if let Some(client) = self.clients.get_mut(key) {
                 client.leases.remove(&id);
             }
-            let Some(parked) = self.requests.get_mut(&id) else { continue };
-            parked.item.redelivered = true;
-            (parked.holder, parked.permit) = (None, None);
-            if parked.pinned.is_some() {
+            let Some(entry) = self.requests.get_mut(&id) else { continue };
+            entry.item.redelivered = true;
+            (entry.holder, entry.permit) = (None, None);
+            if entry.pinned.is_some() {
                 if let Some(client) = self.clients.get_mut(key) {
-                    client.pinned.insert(parked.order, id);
+                    client.pinned.insert(entry.order, id);
                 }
             } else {
-                let queue = (parked.item.project.clone(), parked.item.tool.clone());
-                self.queues.entry(queue.clone()).or_default().insert(parked.order, id);
+                let queue = (entry.item.project.clone(), entry.item.tool.clone());
+                self.queues.entry(queue.clone()).or_default().insert(entry.order, id);
                 queues.push(queue);
             }
         }
@@ -200,15 +203,15 @@ impl ClientQueueState {
 
     /// Removes an item from its queue, so that no client receives it.
     fn dequeue(&mut self, id: &CallId) {
-        let Some(parked) = self.requests.get(id) else { return };
-        let (project, order) = (&parked.item.project, parked.order);
-        if let Some(client_id) = &parked.pinned {
+        let Some(entry) = self.requests.get(id) else { return };
+        let (project, order) = (&entry.item.project, entry.order);
+        if let Some(client_id) = &entry.pinned {
             if let Some(client) = self.clients.get_mut(&(project.clone(), client_id.clone())) {
                 client.pinned.remove(&order);
             }
             return;
         }
-        let queue = (project.clone(), parked.item.tool.clone());
+        let queue = (project.clone(), entry.item.tool.clone());
         if let Some(ids) = self.queues.get_mut(&queue) {
             ids.remove(&order);
             if ids.is_empty() {
@@ -230,14 +233,14 @@ impl ClientQueueState {
         self.dequeue(&id);
         let holder = acknowledged_by.map(|client_id| (project.clone(), client_id));
         let permit = holder.as_ref().and_then(|_| self.limiter.as_ref()?.force_acquire(&project));
-        let parked = WorkEntry {
+        let entry = WorkEntry {
             item: request,
             pinned: pinned.clone(),
             order,
             holder: holder.clone(),
             permit,
         };
-        self.requests.insert(id.clone(), parked);
+        self.requests.insert(id.clone(), entry);
         if let Some(key) = holder {
             // Acknowledged before a restart: the item still belongs to that client, on any
             // transport.
@@ -248,8 +251,8 @@ impl ClientQueueState {
                 polled: true,
                 lease_until_ms: None,
             };
-            if let Some(parked) = self.requests.get(&id) {
-                lease.extend(&parked.item, now_ms);
+            if let Some(entry) = self.requests.get(&id) {
+                lease.extend(&entry.item, now_ms);
             }
             let client = self.clients.entry(key.clone()).or_default();
             client.last_seen_ms = client.last_seen_ms.max(now_ms);
@@ -322,7 +325,7 @@ impl ClientQueueState {
         let client = self.clients.get_mut(key)?;
         // A pinned item of a tool that the client no longer provides waits until it does again.
         let is_offered = |id: &CallId| {
-            let tool = self.requests.get(id).map(|parked| &parked.item.tool);
+            let tool = self.requests.get(id).map(|entry| &entry.item.tool);
             tool.is_some_and(|tool| client.tools.contains(tool))
         };
         let mut pinned = client.pinned.iter();
@@ -340,17 +343,17 @@ impl ClientQueueState {
 
     /// Hands an item to a client. Returns false if no permit is free; the item is queued again.
     fn lease_to(&mut self, key: &ClientKey, id: CallId, now_ms: u64) -> bool {
-        let turn = self.next_order();
-        let (Some(parked), Some(client)) = (self.requests.get_mut(&id), self.clients.get_mut(key))
+        let assignment_order = self.next_order();
+        let (Some(entry), Some(client)) = (self.requests.get_mut(&id), self.clients.get_mut(key))
         else {
             return true;
         };
         let Some(connection) = client.connection_with_capacity() else { return true };
         if let Some(limiter) = &self.limiter {
-            parked.permit = limiter.try_acquire(&key.0);
-            if parked.permit.is_none() {
-                let (order, tool) = (parked.order, parked.item.tool.clone());
-                match parked.pinned {
+            entry.permit = limiter.try_acquire(&key.0);
+            if entry.permit.is_none() {
+                let (order, tool) = (entry.order, entry.item.tool.clone());
+                match entry.pinned {
                     Some(_) => client.pinned.insert(order, id),
                     None => {
                         let queue = (key.0.clone(), tool);
@@ -360,11 +363,11 @@ impl ClientQueueState {
                 return false;
             }
         }
-        let (number, message) = (connection.number, ClientMessage::Execute(parked.item.clone()));
+        let (number, message) = (connection.number, ClientMessage::Execute(entry.item.clone()));
         let polled = connection.transport == Transport::Polling;
         let _ = connection.sender.send(message);
-        parked.holder = Some(key.clone());
-        client.last_assigned = turn;
+        entry.holder = Some(key.clone());
+        client.last_assigned = assignment_order;
         client.last_seen_ms = now_ms;
         let session = Some(number);
         let lease =
@@ -376,15 +379,15 @@ impl ClientQueueState {
     pub(super) fn acknowledge(&mut self, project: &str, client_id: &str, id: &CallId, now_ms: u64) {
         let key = (project.to_owned(), client_id.to_owned());
         self.dequeue(id);
-        let Some(parked) = self.requests.get_mut(id) else { return };
-        if parked.holder.as_ref().is_some_and(|holder| *holder != key) {
+        let Some(entry) = self.requests.get_mut(id) else { return };
+        if entry.holder.as_ref().is_some_and(|holder| *holder != key) {
             return;
         }
         // A client may acknowledge an item that was not assigned yet: it holds the lease from now
         // on.
-        parked.holder = Some(key.clone());
-        if parked.permit.is_none() {
-            parked.permit = self.limiter.as_ref().and_then(|limiter| limiter.force_acquire(&key.0));
+        entry.holder = Some(key.clone());
+        if entry.permit.is_none() {
+            entry.permit = self.limiter.as_ref().and_then(|limiter| limiter.force_acquire(&key.0));
         }
         let client = self.clients.entry(key).or_default();
         client.last_seen_ms = now_ms;
@@ -396,7 +399,7 @@ impl ClientQueueState {
             lease_until_ms: None,
         });
         (lease.acknowledged, lease.since_ms) = (true, now_ms);
-        lease.extend(&parked.item, now_ms);
+        lease.extend(&entry.item, now_ms);
     }
 
     pub(super) fn start_poll_lease(&mut self, key: &ClientKey, id: &CallId, now_ms: u64) {
@@ -417,7 +420,7 @@ impl ClientQueueState {
     }
 
     pub(super) fn cancel(&mut self, id: &CallId, attempt: u32) {
-        let Some(key) = self.requests.get(id).and_then(|parked| parked.holder.clone()) else {
+        let Some(key) = self.requests.get(id).and_then(|entry| entry.holder.clone()) else {
             return;
         };
         let Some(client) = self.clients.get_mut(&key) else { return };
@@ -448,15 +451,15 @@ impl ClientQueueState {
             };
             let ids = client.leases.iter().filter(|(id, lease)| {
                 let expired = lease.lease_until_ms.is_some_and(|until| until <= now_ms);
-                let movable = self.requests.get(*id).filter(|parked| {
-                    parked.pinned.is_none() && parked.item.effect != Effect::Irreversible
+                let movable_entry = self.requests.get(*id).filter(|entry| {
+                    entry.pinned.is_none() && entry.item.effect != Effect::Irreversible
                 });
                 // Between two polls a client has no connection and is not gone.
-                let is_gone = |parked: &WorkEntry| {
+                let is_gone = |entry: &WorkEntry| {
                     let has_left = !lease.polled && away_ms >= FAILOVER_GRACE_MS;
-                    away_ms >= DISCONNECT_GRACE_MS || has_left && self.has_other_client(key, parked)
+                    away_ms >= DISCONNECT_GRACE_MS || has_left && self.has_other_client(key, entry)
                 };
-                expired || lease.acknowledged && movable.is_some_and(is_gone)
+                expired || lease.acknowledged && movable_entry.is_some_and(is_gone)
             });
             let ids: Vec<CallId> = ids.map(|(id, _)| id.clone()).collect();
             if !ids.is_empty() {
@@ -482,11 +485,11 @@ impl ClientQueueState {
     }
 
     /// Returns true if another connected client can take the item now.
-    fn has_other_client(&self, key: &ClientKey, parked: &WorkEntry) -> bool {
+    fn has_other_client(&self, key: &ClientKey, entry: &WorkEntry) -> bool {
         self.clients.iter().any(|(other, client)| {
             other != key
                 && other.0 == key.0
-                && client.tools.contains(&parked.item.tool)
+                && client.tools.contains(&entry.item.tool)
                 && client.connection_with_capacity().is_some()
         })
     }
@@ -513,8 +516,8 @@ impl ClientQueueState {
     /// Returns the number of queued items, shared and pinned.
     #[cfg(test)]
     pub(super) fn queued_count(&self) -> usize {
-        let anybody = self.queues.values().map(BTreeMap::len).sum::<usize>();
-        anybody + self.clients.values().map(|client| client.pinned.len()).sum::<usize>()
+        let shared = self.queues.values().map(BTreeMap::len).sum::<usize>();
+        shared + self.clients.values().map(|client| client.pinned.len()).sum::<usize>()
     }
 
     pub(super) fn connection_count(&self) -> usize {

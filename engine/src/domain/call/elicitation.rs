@@ -31,14 +31,14 @@ impl ElicitationRequest {
     /// Returns the reason why the request is invalid, if any.
     pub fn find_problem(&self) -> Option<String> {
         if self.questions.is_empty() {
-            return Some("the tool asks, and says not what".to_owned());
+            return Some("the tool requested input without a question".to_owned());
         }
         if self.questions.len() > MAX_QUESTIONS {
             return Some(format!("the tool asks more than {MAX_QUESTIONS} questions at once"));
         }
         let bytes = json_size(&self.questions) + self.source_state.as_ref().map_or(0, String::len);
-        let over = bytes > MAX_ELICITATION_BYTES;
-        over.then(|| format!("the tool's questions are over {MAX_ELICITATION_BYTES} bytes"))
+        let is_too_large = bytes > MAX_ELICITATION_BYTES;
+        is_too_large.then(|| format!("the tool's questions are over {MAX_ELICITATION_BYTES} bytes"))
     }
 }
 

@@ -69,8 +69,8 @@ impl std::ops::Index<&str> for EventData {
 /// Ignores the order of the fields.
 impl PartialEq for EventData {
     fn eq(&self, other: &Self) -> bool {
-        let same = |(name, value)| other.get(name) == Some(value);
-        self.len() == other.len() && self.iter().all(same)
+        let is_same = |(name, value)| other.get(name) == Some(value);
+        self.len() == other.len() && self.iter().all(is_same)
     }
 }
 

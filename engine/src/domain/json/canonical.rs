@@ -72,16 +72,16 @@ fn write_string(written: &str, out: &mut String) {
 /// Writes a number as the serializer does if that preserves its value, and otherwise exactly.
 fn number(written: &str) -> Cow<'_, str> {
     let Ok(number) = written.parse::<Number>() else { return Cow::Borrowed(written) };
-    let usual = number.to_string();
-    if usual == written {
+    let text = number.to_string();
+    if text == written {
         return Cow::Borrowed(written);
     }
     let (digits, exponent) = decimal(written);
-    if number.is_f64() && decimal(&usual) != (digits.clone(), exponent) {
+    if number.is_f64() && decimal(&text) != (digits.clone(), exponent) {
         let sign = if written.starts_with('-') { "-" } else { "" };
         return Cow::Owned(format!("{sign}{digits}e{exponent}"));
     }
-    Cow::Owned(usual)
+    Cow::Owned(text)
 }
 
 /// Returns the digits of a number without zeros at either end, and the power of ten to multiply

@@ -4,40 +4,41 @@
 /// not fit 64 bits and differs from the nearest floating-point number.
 pub fn find_lossy_integer(text: &str) -> Option<&str> {
     let bytes = text.as_bytes();
-    let mut at = 0;
-    while at < bytes.len() {
-        match bytes[at] {
-            b'"' => at = string_end(bytes, at),
+    let mut offset = 0;
+    while offset < bytes.len() {
+        match bytes[offset] {
+            b'"' => offset = string_end(bytes, offset),
             b'-' | b'0'..=b'9' => {
-                let part =
+                let is_number_byte =
                     |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
-                let end = at + bytes[at..].iter().take_while(|byte| part(byte)).count();
-                let number = &text[at..end];
+                let end =
+                    offset + bytes[offset..].iter().take_while(|byte| is_number_byte(byte)).count();
+                let number = &text[offset..end];
                 if loses_precision(number) {
                     return Some(number);
                 }
-                at = end;
+                offset = end;
             }
-            _ => at += 1,
+            _ => offset += 1,
         }
     }
     None
 }
 
 /// Returns the offset after a string that begins at `at`.
-fn string_end(bytes: &[u8], at: usize) -> usize {
-    let mut at = at + 1;
-    while at < bytes.len() && bytes[at] != b'"' {
-        at += if bytes[at] == b'\\' { 2 } else { 1 };
+fn string_end(bytes: &[u8], offset: usize) -> usize {
+    let mut offset = offset + 1;
+    while offset < bytes.len() && bytes[offset] != b'"' {
+        offset += if bytes[offset] == b'\\' { 2 } else { 1 };
     }
-    at + 1
+    offset + 1
 }
 
 fn loses_precision(number: &str) -> bool {
-    let whole = !number.contains(['.', 'e', 'E']);
+    let is_integer = !number.contains(['.', 'e', 'E']);
     let fits_64_bits = || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
-    let near = || number.parse().map_or(String::new(), |near: f64| format!("{near:.0}"));
-    whole && !fits_64_bits() && near() != number
+    let rounded = || number.parse().map_or(String::new(), |rounded: f64| format!("{rounded:.0}"));
+    is_integer && !fits_64_bits() && rounded() != number
 }
 
 #[cfg(test)]

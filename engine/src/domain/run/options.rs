@@ -95,8 +95,9 @@ impl RunLimits {
             ("repeats", u64::from(self.repeats), 0, 10_000),
             ("failures", u64::from(self.failures), 0, 10_000),
         ];
-        let wrong = ranges.into_iter().find(|(_, value, min, max)| !(*min..=*max).contains(value));
-        wrong.map(|(field, _, min, max)| (field, format!("must be from {min} to {max}")))
+        let invalid =
+            ranges.into_iter().find(|(_, value, min, max)| !(*min..=*max).contains(value));
+        invalid.map(|(field, _, min, max)| (field, format!("must be from {min} to {max}")))
     }
 }
 
@@ -164,10 +165,10 @@ impl ExecutionOptions {
             ("wait_ms", self.wait_ms, 0, max_wait_ms),
             ("result_tokens", number(self.result_tokens), 1, 1_000_000),
         ];
-        let wrong = ranges.into_iter().find(|(_, value, min, max)| {
+        let invalid = ranges.into_iter().find(|(_, value, min, max)| {
             value.is_some_and(|value| !(*min..=*max).contains(&value))
         });
-        wrong.map(|(field, _, min, max)| (field, format!("must be from {min} to {max}")))
+        invalid.map(|(field, _, min, max)| (field, format!("must be from {min} to {max}")))
     }
 }
 

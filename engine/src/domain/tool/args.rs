@@ -87,10 +87,10 @@ impl ArgumentRules {
             ("options.args.fixed", options["args"].get("fixed")),
             ("options.envs", options.get("envs")),
         ];
-        let wrong = parts
+        let invalid = parts
             .into_iter()
             .find(|(_, part)| part.is_some_and(|part| !part.is_object() && !part.is_null()));
-        wrong.map(|(name, _)| format!("{name} must be a mapping"))
+        invalid.map(|(name, _)| format!("{name} must be a mapping"))
     }
 
     /// For each argument that comes from the environment, the variable's name.
@@ -158,8 +158,8 @@ impl ArgumentRules {
     }
 
     /// Returns the metadata of the `tool.call` card that records which rules were applied.
-    pub fn audit_metadata(&self, asked: &Value) -> Map<String, Value> {
-        let applied = self.apply(asked, &TemplateVars::default());
+    pub fn audit_metadata(&self, args: &Value) -> Map<String, Value> {
+        let applied = self.apply(args, &TemplateVars::default());
         let audit = json!({
             "tool_args_defaults_applied": applied.defaults,
             "tool_args_fixed_applied": applied.fixed,

@@ -139,8 +139,8 @@ impl Card {
             Some(_) => Err(bad_request(format!("{name} must be an object"))),
         };
         let card_id = text("card_id")?.unwrap_or_else(mint);
-        let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
-        if card_id.len() > 128 || !card_id.chars().all(plain) {
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+        if card_id.len() > 128 || !card_id.chars().all(is_allowed) {
             return Err(bad_request("card_id must be up to 128 letters, digits, '_' and '-'"));
         }
         if text("project_id")?.is_some_and(|project_id| project_id != project) {
@@ -304,7 +304,7 @@ const CODE_IN_DETAIL: &str = "toolcrib_code";
 pub fn fault_from_error(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message: String =
-        text("message").unwrap_or("the tool did not say why").chars().take(8_000).collect();
+        text("message").unwrap_or("the tool gave no reason").chars().take(8_000).collect();
     let code = text("code").unwrap_or_default();
     let mut fault = Fault::new(Code::parse(code).unwrap_or(Code::RuntimeError), message);
     if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {

@@ -41,9 +41,9 @@ pub fn parse(text: &str) -> Option<Subject<'_>> {
 
 /// Returns true if this can be the subject of a command for a tool of this project.
 pub fn is_command_of(text: &str, project: &str) -> bool {
-    let plain = text.split('.').all(is_token);
+    let is_valid = text.split('.').all(is_token);
     parse(text).is_some_and(|parts| {
-        plain && parts.project == project && (parts.category, parts.component) == ("cmd", "tool")
+        is_valid && parts.project == project && (parts.category, parts.component) == ("cmd", "tool")
     })
 }
 
@@ -64,8 +64,8 @@ pub fn expand_target(text: &str, version: &str, project: &str) -> Result<String,
     }
     if parts.suffix.contains('.') {
         return Err(format!(
-            "target_subject \"{text}\" has more than one part behind <target>; a tool service \
-             listens for one"
+            "target_subject \"{text}\" has more than one part after <target>; a tool service \
+             subscribes to one"
         ));
     }
     if parts.version != version {

@@ -14,9 +14,10 @@ pub fn parse(text: &str) -> Option<(String, String)> {
     let is_hex = |part: &str, length: usize| {
         part.len() == length && part.bytes().all(|byte| byte.is_ascii_hexdigit())
     };
-    let well = is_hex(version, 2) && is_hex(trace_id, 32) && is_hex(span_id, 16);
-    let some = trace_id.bytes().any(|byte| byte != b'0');
-    (well && some && is_hex(flags, 2)).then(|| ((*trace_id).to_owned(), (*span_id).to_owned()))
+    let has_valid_lengths = is_hex(version, 2) && is_hex(trace_id, 32) && is_hex(span_id, 16);
+    let is_nonzero_trace = trace_id.bytes().any(|byte| byte != b'0');
+    (has_valid_lengths && is_nonzero_trace && is_hex(flags, 2))
+        .then(|| ((*trace_id).to_owned(), (*span_id).to_owned()))
 }
 
 /// Normalizes a `traceparent` to W3C's form, which permits no capitals and no zero span id. A

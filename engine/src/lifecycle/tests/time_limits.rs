@@ -91,7 +91,7 @@ fn waiting_for_an_absent_client_is_not_an_attempt() {
     // A client that receives it late has the whole time of an attempt.
     let late = time_out_attempt_at(&waits.call, NOW + 4_000, Some(NOW + 3_500));
     assert_eq!(late.call.attempt_deadline_ms, Some(NOW + 5_500));
-    // A client that does not acknowledge it has not begun: it is retried, whatever its effect.
+    // A client that does not acknowledge it has not begun: it is retried, regardless of its effect.
     let silent = time_out_attempt_at(&late.call, NOW + 5_500, Some(NOW + 3_500));
     assert!(matches!(silent.call.hold, Some(Hold::Retry { .. })), "{:?}", silent.call.hold);
     // With a fallback, the absence of the client is no reason to wait for the deadline.
@@ -138,7 +138,7 @@ fn the_wait_for_input_does_not_count_against_the_deadline() {
     let ended = step(&waiting, &Event::Deadline, waiting.deadline_ms).unwrap().call;
     let fault = ended.outcome.unwrap().error.unwrap();
     assert_eq!((ended.status, fault.code), (Status::Timeout, Code::Timeout));
-    assert!(fault.message.contains("no answer came within 3600000 ms"), "{fault}");
+    assert!(fault.message.contains("got no answer within 3600000 ms"), "{fault}");
 }
 
 #[test]

@@ -70,8 +70,8 @@ impl MemoryState {
         for record in records {
             self.last_number += 1;
             let (call_id, run_id) = (call.id.clone(), call.run_id.clone());
-            let (number, asked_as) = (self.last_number, call.origin.caller_call_id.clone());
-            let event = CallEvent { number, call_id, run_id, caller_call_id: asked_as, record };
+            let (number, caller_call_id) = (self.last_number, call.origin.caller_call_id.clone());
+            let event = CallEvent { number, call_id, run_id, caller_call_id, record };
             self.events.insert(self.last_number, event);
         }
     }
@@ -133,10 +133,10 @@ impl MemoryState {
         let mut left = limit;
         runs.retain(|(project, run_id), run| {
             let belongs_to_run = |call: &Call| call.project == *project && call.run_id == *run_id;
-            let goes =
+            let is_purged =
                 left > 0 && run.updated_ms < before_ms && !calls.values().any(belongs_to_run);
-            left -= usize::from(goes);
-            !goes
+            left -= usize::from(is_purged);
+            !is_purged
         });
         limit - left
     }
@@ -324,15 +324,15 @@ impl Store for MemoryStore {
     ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
         let existing = state.deliveries.get_mut(&delivery.call_id);
-        let Some((stored, tries)) = existing.filter(|(stored, _)| {
+        let Some((stored, attempts)) = existing.filter(|(stored, _)| {
             stored.project == delivery.project && stored.version + 1 == delivery.version
         }) else {
             return Ok(SaveResult::Conflict);
         };
         *stored = delivery;
-        tries.extend(tried);
-        let over = tries.len().saturating_sub(MAX_STORED_ATTEMPTS as usize);
-        tries.drain(..over);
+        attempts.extend(tried);
+        let excess = attempts.len().saturating_sub(MAX_STORED_ATTEMPTS as usize);
+        attempts.drain(..excess);
         Ok(SaveResult::Saved)
     }
 
@@ -420,6 +420,10 @@ impl Store for MemoryStore {
 
     async fn check_health(&self) -> Result<(), StoreError> {
         Ok(())
+    }
+
+    async fn wait_for_failure(&self) -> String {
+        std::future::pending().await
     }
 
     fn utp(&self) -> &dyn super::utp::UtpStore {

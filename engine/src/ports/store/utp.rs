@@ -233,6 +233,6 @@ pub trait SharedTables: Send + Sync {
     async fn record_disposition(
         &self,
         number: u64,
-        judged: ReportDisposition,
+        disposition: ReportDisposition,
     ) -> Result<(), StoreError>;
 }

@@ -21,9 +21,9 @@ pub(super) fn check_registration(
         let limit = limits.max_clients_per_project;
         if clients.filter(|client| client.project == caller.project).count() >= limit {
             let message = format!(
-                "the project would have more than {limit} clients, and they are kept: register \
-                 under the same client_id at every start, and take back those that are gone for \
-                 good (DELETE /internal/clients/CLIENT_ID)"
+                "the project would have more than {limit} clients, which stay registered: use the \
+                 same client_id at every start, and unregister unused clients (DELETE \
+                 /internal/clients/CLIENT_ID)"
             );
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }
@@ -64,19 +64,21 @@ fn registration_conflict(
     }
     // Models call a built-in tool by this name. A tool that has it as its exact name would be
     // called instead.
-    if let Some(meant) =
+    if let Some(shadowed) =
         catalog.shared_tools.keys().find(|shared| model_tool_names::name_for_model(shared) == *name)
     {
-        let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
+        let message =
+            format!("\"{name}\" is the model-facing name of \"{shadowed}\"; choose another name");
         return Some(message);
     }
     let existing = &catalog.project_tools.get(&caller.project, name)?.definition;
     if existing.executor != Executor::CLIENT {
         return Some(format!("\"{name}\" is not a tool of clients"));
     }
-    let others = catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
-    let others: Vec<&String> = others.collect();
-    if others.is_empty() {
+    let other_clients =
+        catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
+    let other_clients: Vec<&String> = other_clients.collect();
+    if other_clients.is_empty() {
         return None;
     }
     if !have_same_schemas(existing, tool) {
@@ -86,7 +88,8 @@ fn registration_conflict(
         ));
     }
     let client = |id: &String| catalog.client(&caller.project, id);
-    let foreign = others.iter().any(|id| client(id).is_some_and(|c| c.owner != caller.agent));
+    let foreign =
+        other_clients.iter().any(|id| client(id).is_some_and(|c| c.owner != caller.agent));
     if !foreign || caller.may_administer() {
         return None;
     }
@@ -97,21 +100,21 @@ fn registration_conflict(
     ))
 }
 
-fn have_same_schemas(one: &ToolDefinition, two: &ToolDefinition) -> bool {
-    one.input_schema == two.input_schema && one.output_schema == two.output_schema
+fn have_same_schemas(left: &ToolDefinition, right: &ToolDefinition) -> bool {
+    left.input_schema == right.input_schema && left.output_schema == right.output_schema
 }
 
 /// Returns the first field, other than the schemas, in which two definitions of one tool differ.
 /// The fields compared decide how the tool is executed and how models see it.
-fn first_difference(one: &ToolDefinition, two: &ToolDefinition) -> Option<&'static str> {
+fn first_difference(left: &ToolDefinition, right: &ToolDefinition) -> Option<&'static str> {
     let same = [
-        ("effect", one.effect == two.effect),
-        ("risk", one.risk == two.risk),
-        ("timeout_ms", one.timeout_ms == two.timeout_ms),
-        ("async", one.background == two.background),
-        ("policy", one.policy == two.policy),
-        ("fallback", one.fallback == two.fallback),
-        ("description", one.description == two.description),
+        ("effect", left.effect == right.effect),
+        ("risk", left.risk == right.risk),
+        ("timeout_ms", left.timeout_ms == right.timeout_ms),
+        ("async", left.background == right.background),
+        ("policy", left.policy == right.policy),
+        ("fallback", left.fallback == right.fallback),
+        ("description", left.description == right.description),
     ];
     same.into_iter().find(|(_, same)| !same).map(|(field, _)| field)
 }

@@ -28,19 +28,19 @@ pub(super) struct RenderLimits {
 impl RenderLimits {
     /// Returns the limits of a detail level, from everything the budget could hold (0) down to the
     /// least.
-    pub(super) fn at_level(rung: u32, budget: usize) -> Self {
+    pub(super) fn at_level(level: u32, budget: usize) -> Self {
         Self {
-            items: scale_down(budget / 4, 0.7, rung, 0),
-            min_items: match rung {
+            items: scale_down(budget / 4, 0.7, level, 0),
+            min_items: match level {
                 0..14 => 3,
                 14..18 => 2,
                 18..23 => 1,
                 _ => 0,
             },
             full_up_to_items: 0,
-            keys: scale_down(512, 0.7, rung, 4),
-            text: scale_down(4_096, 0.6, rung, 16),
-            depth: 10_usize.saturating_sub(rung as usize / 4).max(2),
+            keys: scale_down(512, 0.7, level, 4),
+            text: scale_down(4_096, 0.6, level, 16),
+            depth: 10_usize.saturating_sub(level as usize / 4).max(2),
             max_bytes: budget.saturating_mul(BYTES_PER_TOKEN),
         }
     }
@@ -54,9 +54,9 @@ impl RenderLimits {
 pub(super) fn render(root: &SampleNode<'_>, budget: usize) -> String {
     let shape = format!("shape: {}", describe_shape(root, budget / 3));
     let rest = budget.saturating_sub(crate::results::tokens::count(&shape) + 3);
-    let data = render_most_detailed(rest, |rung| {
+    let data = render_most_detailed(rest, |level| {
         let mut text = "data: ".to_owned();
-        write(&mut text, root, &RenderLimits::at_level(rung, rest), 0);
+        write(&mut text, root, &RenderLimits::at_level(level, rest), 0);
         text
     });
     format!("{shape}\n{data}")
@@ -148,19 +148,19 @@ fn write_map(out: &mut String, map: &SampleObject<'_>, detail: &RenderLimits, de
 /// Renders the object that encloses the main content: its other entries, with long ones reduced to
 /// their size.
 pub(super) fn render_enclosing(root: &SampleNode<'_>, budget: usize) -> String {
-    let detail = |rung: u32| RenderLimits {
+    let detail = |level: u32| RenderLimits {
         items: 3,
         min_items: 0,
         // No table is this short, so the main content is not shown twice.
         full_up_to_items: 3,
-        keys: scale_down(64, 0.8, rung, 3),
-        text: scale_down(400, 0.75, rung, 12),
-        depth: 4_usize.saturating_sub(rung as usize / 4).max(1),
+        keys: scale_down(64, 0.8, level, 3),
+        text: scale_down(400, 0.75, level, 12),
+        depth: 4_usize.saturating_sub(level as usize / 4).max(1),
         max_bytes: budget.saturating_mul(BYTES_PER_TOKEN),
     };
-    render_most_detailed(budget, |rung| {
+    render_most_detailed(budget, |level| {
         let mut text = "around it: ".to_owned();
-        write(&mut text, root, &detail(rung), 0);
+        write(&mut text, root, &detail(level), 0);
         text
     })
 }

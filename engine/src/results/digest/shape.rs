@@ -37,10 +37,10 @@ const MANY_KEYS: usize = 48;
 /// Describes the shape in about `budget` tokens at most.
 pub(super) fn describe_shape(node: &SampleNode<'_>, budget: usize) -> String {
     let shape = Shape::from_node(node);
-    let written = |rung: u32| {
+    let written = |level: u32| {
         let mut text = String::new();
-        let depth = 8_usize.saturating_sub(rung as usize / 2);
-        let keys = super::scale_down(MANY_KEYS, 0.85, rung, 3);
+        let depth = 8_usize.saturating_sub(level as usize / 2);
+        let keys = super::scale_down(MANY_KEYS, 0.85, level, 3);
         shape.write(&mut text, depth, keys);
         text
     };

@@ -22,17 +22,18 @@ pub(super) struct Table<'n, 'a> {
 }
 
 impl<'n, 'a> Table<'n, 'a> {
-    /// Interprets an array as a table if it is one. `beside` is the object that contains the array.
+    /// Interprets an array as a table if it is one. `container` is the object that contains the
+    /// array.
     pub(super) fn detect(
         list: &'n SampleArray<'a>,
-        beside: Option<&SampleObject<'a>>,
+        container: Option<&SampleObject<'a>>,
     ) -> Option<Self> {
         if list.count < LEAST_ROWS || list.head.len() < 2 {
             return None;
         }
         let (names, rows) = match list.head.first()? {
             SampleNode::Object(first) => rows_of_objects(list, first)?,
-            SampleNode::Array(first) => rows_of_arrays(list, first, beside)?,
+            SampleNode::Array(first) => rows_of_arrays(list, first, container)?,
             _ => return None,
         };
         let shape = |column: usize| {
@@ -46,14 +47,14 @@ impl<'n, 'a> Table<'n, 'a> {
 
     /// Renders columns and rows in at most `budget` tokens.
     pub(super) fn render(&self, pointer: &str, budget: usize) -> String {
-        render_most_detailed(budget, |rung| self.render_at_level(pointer, rung, budget))
+        render_most_detailed(budget, |level| self.render_at_level(pointer, level, budget))
     }
 
-    fn render_at_level(&self, pointer: &str, rung: u32, budget: usize) -> String {
+    fn render_at_level(&self, pointer: &str, level: u32, budget: usize) -> String {
         let location = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
         let (rows, columns) = (self.count, self.columns.len());
         let mut text = format!("table{location}: {rows} rows, {columns} columns\ncolumns: ");
-        let names = scale_down(256, 0.8, rung, 4);
+        let names = scale_down(256, 0.8, level, 4);
         for (n, (name, shape)) in self.columns.iter().take(names).enumerate() {
             if n > 0 {
                 text.push_str(", ");
@@ -64,9 +65,9 @@ impl<'n, 'a> Table<'n, 'a> {
         if columns > names {
             let _ = write!(text, ", … {} more", columns - names);
         }
-        let detail = RenderLimits::at_level(rung + 6, budget);
+        let detail = RenderLimits::at_level(level + 6, budget);
         let mut after = 0;
-        for index in self.sample(scale_down(budget / 3, 0.7, rung, 0)) {
+        for index in self.sample(scale_down(budget / 3, 0.7, level, 0)) {
             let (row, cells) = &self.rows[index];
             if *row > after {
                 let _ = write!(text, "\n… {} rows", row - after);
@@ -139,7 +140,7 @@ fn rows_of_objects<'n, 'a>(
 fn rows_of_arrays<'n, 'a>(
     list: &'n SampleArray<'a>,
     first: &SampleArray<'a>,
-    beside: Option<&SampleObject<'a>>,
+    container: Option<&SampleObject<'a>>,
 ) -> Option<(Vec<String>, TableRows<'n, 'a>)> {
     let width = first.count;
     if width == 0 {
@@ -152,7 +153,7 @@ fn rows_of_arrays<'n, 'a>(
         _ => None,
     };
     let rows = uniform_rows(list, row)?;
-    let header = beside.and_then(|map| {
+    let header = container.and_then(|map| {
         let columns =
             map.entries.iter().find(|(key, _)| matches!(*key, "\"columns\"" | "\"fields\""));
         match columns? {

@@ -20,7 +20,7 @@ fn make_digest(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
     if budget >= MIN_BUDGET {
         assert!(digest.text.contains(call_id.as_str()), "{}", digest.text);
         assert!(digest.text.contains("result.read"), "{}", digest.text);
-        assert!(digest.text.contains("left out"), "{}", digest.text);
+        assert!(digest.text.contains("omitted"), "{}", digest.text);
     }
     digest
 }
@@ -220,7 +220,7 @@ fn digests_of_generated_documents_stay_within_any_budget() {
             assert_eq!(digest.tokens, tokens);
             assert!(tokens <= budget, "round {round}: {tokens} of {budget}\n{}", digest.text);
             if budget >= MIN_BUDGET {
-                assert_contains(&digest, &[call_id.as_str(), "left out", "result.read"]);
+                assert_contains(&digest, &[call_id.as_str(), "omitted", "result.read"]);
             }
         }
     }
@@ -250,7 +250,7 @@ fn a_small_budget_still_shows_the_matching_line() {
     let text = json!(lines.join("\n"));
     for budget in (90..=260).step_by(5) {
         let digest = make_digest(&text, budget, Some("where is the zebra?"));
-        assert_contains(&digest, &["zebra has left", "left out", "result.read", " bytes"]);
+        assert_contains(&digest, &["zebra has left", "omitted", "result.read", " bytes"]);
         if budget >= 140 {
             assert_contains(&digest, &["entry 0", "today"]);
         }

@@ -19,7 +19,7 @@ const MAX_QUERY_WORDS: usize = 24;
 /// Maximum number of hits evaluated in one block.
 const MAX_HITS: usize = 48;
 
-/// Words that make a block relevant whatever the query is.
+/// Words that make a block relevant regardless of the query.
 const SALIENT: [&str; 22] = [
     "error",
     "fail",
@@ -89,17 +89,17 @@ struct TextAnalysis<'t> {
 /// Renders the head, the tail and the most relevant middle in at most `budget` tokens, with a mark
 /// wherever lines are omitted.
 pub(super) fn render(text: &str, hint: Option<&str>, budget: usize) -> String {
-    let asked = query_words(hint.unwrap_or_default());
-    let Some(words) = KeywordMatcher::new(&asked) else { return String::new() };
+    let query = query_words(hint.unwrap_or_default());
+    let Some(words) = KeywordMatcher::new(&query) else { return String::new() };
     let blocks = split_blocks(text);
     let (scores, weights) = words.score_blocks(text, &blocks);
     let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
     let blocks = scores.into_iter().zip(blocks).collect();
-    let looked = TextAnalysis { text, lines, blocks, words, weights };
+    let analysis = TextAnalysis { text, lines, blocks, words, weights };
     // The cost of the marks between the parts is known only after composing.
     let mut part = budget;
     for _ in 0..12 {
-        let composed = looked.compose(part);
+        let composed = analysis.compose(part);
         if !tokens::exceeds(&composed, budget) {
             return composed;
         }
@@ -233,7 +233,7 @@ fn write_omission_mark(out: &mut String, count: usize, line: usize) {
     }
     // If a line is shown in part, that line is the omitted one.
     let count = count.max(1);
-    let _ = writeln!(out, "[… {count} lines left out, offset {line}]");
+    let _ = writeln!(out, "[… {count} lines omitted, offset {line}]");
 }
 
 /// Moves an end offset back to the end of a line unless that loses too much.
@@ -283,17 +283,17 @@ struct TextExcerpt {
 
 /// Matches the words of the query and then the salient words.
 struct KeywordMatcher<'a> {
-    asked: usize,
+    query_count: usize,
     all: Vec<&'a str>,
     finder: Regex,
 }
 
 impl<'a> KeywordMatcher<'a> {
-    fn new(asked: &'a [String]) -> Option<Self> {
-        let all: Vec<&str> = asked.iter().map(String::as_str).chain(SALIENT).collect();
+    fn new(query: &'a [String]) -> Option<Self> {
+        let all: Vec<&str> = query.iter().map(String::as_str).chain(SALIENT).collect();
         let pattern: Vec<String> = all.iter().map(|word| regex::escape(word)).collect();
         let finder = RegexBuilder::new(&pattern.join("|")).case_insensitive(true).build().ok()?;
-        Some(Self { asked: asked.len(), all, finder })
+        Some(Self { query_count: query.len(), all, finder })
     }
 
     /// Returns the set of matched words as bits.
@@ -333,7 +333,7 @@ impl<'a> KeywordMatcher<'a> {
             let having = found.iter().filter(|bits| *bits & (1 << n) != 0).count();
             // A word that occurs everywhere carries no information.
             let rarity = (1.0 + blocks.len() as f64 / (1.0 + having as f64)).ln();
-            if n < self.asked { 3.0 * rarity } else { rarity }
+            if n < self.query_count { 3.0 * rarity } else { rarity }
         };
         let weights: Vec<f64> = (0..self.all.len()).map(weight).collect();
         let score = |(block, bits): (&LineBlock, &u64)| {

@@ -20,7 +20,7 @@ const LONG_MEMBER_BYTES: usize = 1_000;
 /// Maximum memory of a compiled pattern.
 const PATTERN_BYTES: usize = 1 << 18;
 
-/// Compiles a pattern. The search takes time linear in the text, whatever the pattern.
+/// Compiles a pattern. The search takes time linear in the text, regardless of the pattern.
 pub(super) fn compile(pattern: &str) -> Result<Regex, Fault> {
     if pattern.len() > MAX_GREP {
         return Err(invalid_field("grep", format!("grep is longer than {MAX_GREP} bytes")));

@@ -1,7 +1,7 @@
 //! The encoding `o200k_base`: splits a text into pieces and merges the bytes of a piece into
 //! tokens. Pure.
 //!
-//! A piece of `n` bytes takes time in `n log n`, whatever its content.
+//! A piece of `n` bytes takes time in `n log n`, regardless of its content.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -130,7 +130,7 @@ pub(super) struct Merger {
 /// A sequence of bytes that is a token.
 #[derive(Clone, Copy)]
 struct Part {
-    /// Where the part before this one begins.
+    /// The position at which the part before this one begins.
     before: u32,
     end: u32,
     /// The rank of the pair of this part and the next one.

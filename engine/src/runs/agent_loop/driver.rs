@@ -11,8 +11,8 @@ use crate::domain::model_reply::ToolCallRequest;
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::tool::Effect;
-use crate::engine_metrics;
 use crate::ports::bus::Topic;
+use crate::ports::engine_metrics;
 use crate::ports::model::{Model, ModelRequest};
 use crate::runs::Runs;
 use crate::runs::agent_loop::execute::ExecutionPlan;
@@ -34,8 +34,8 @@ pub struct AgentLoop<'a> {
     engine: &'a Arc<Runs>,
     caller: &'a Caller,
     model: &'a dyn Model,
-    terms: &'a RunOptions,
-    watch: EventSink<'a>,
+    options: &'a RunOptions,
+    event_sink: EventSink<'a>,
     tool_selection: ToolSelection,
     /// True if the pending reply existed before this loop requested one, so that its calls may
     /// already have been made.
@@ -126,27 +126,17 @@ impl Runs {
 }
 
 impl<'a> AgentLoop<'a> {
-    /// Creates a loop that reports its events to `watch`. Refuses invalid options.
+    /// Creates a loop that reports its events to `event_sink`. Refuses invalid options.
     pub fn new(
         engine: &'a Arc<Runs>,
         caller: &'a Caller,
         model: &'a dyn Model,
         options: &'a RunOptions,
-        watch: EventSink<'a>,
+        event_sink: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let offer = ToolSelection::validated(engine, caller, options)?;
-        Ok(Self {
-            engine,
-            caller,
-            model,
-            terms: options,
-            watch,
-            tool_selection: offer,
-            is_reply_resumed: false,
-            allows_empty_reply: false,
-            keyed_options: None,
-        })
+        let selection = ToolSelection::validated(engine, caller, options)?;
+        Ok(Self::with_tool_selection(engine, caller, model, options, event_sink, selection))
     }
 
     /// Creates a loop with options that were validated before: tools that no longer exist are
@@ -156,21 +146,32 @@ impl<'a> AgentLoop<'a> {
         caller: &'a Caller,
         model: &'a dyn Model,
         options: &'a RunOptions,
-        watch: EventSink<'a>,
+        event_sink: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let offer = ToolSelection::new(engine, caller, options);
-        Ok(Self {
+        let selection = ToolSelection::new(engine, caller, options);
+        Ok(Self::with_tool_selection(engine, caller, model, options, event_sink, selection))
+    }
+
+    fn with_tool_selection(
+        engine: &'a Arc<Runs>,
+        caller: &'a Caller,
+        model: &'a dyn Model,
+        options: &'a RunOptions,
+        event_sink: EventSink<'a>,
+        tool_selection: ToolSelection,
+    ) -> Self {
+        Self {
             engine,
             caller,
             model,
-            terms: options,
-            watch,
-            tool_selection: offer,
+            options,
+            event_sink,
+            tool_selection,
             is_reply_resumed: false,
             allows_empty_reply: false,
             keyed_options: None,
-        })
+        }
     }
 
     /// Runs steps until there is a final answer or a call of a caller tool.
@@ -203,12 +204,12 @@ impl<'a> AgentLoop<'a> {
         self.engine.registry.catalog().check_caller_is_on(self.caller)?;
         self.refresh_tools();
         self.add_late_results(conversation).await?;
-        let limits = &self.terms.limits;
+        let limits = &self.options.limits;
         if conversation.progress.stop_reason.is_none()
-            && let Some(closing) = limits::reached_limit(limits, &conversation.progress)
+            && let Some(stop_reason) = limits::reached_limit(limits, &conversation.progress)
         {
-            conversation.progress.stop_reason = Some(closing);
-            conversation.messages.push(limits::stop_message(closing, limits));
+            conversation.progress.stop_reason = Some(stop_reason);
+            conversation.messages.push(limits::stop_message(stop_reason, limits));
         }
         let (step, last) =
             (conversation.progress.steps + 1, conversation.progress.stop_reason.is_some());
@@ -217,18 +218,18 @@ impl<'a> AgentLoop<'a> {
         let began_ms = clock.now_ms();
         let grace_ms = if last { FINAL_REQUEST_GRACE_MS } else { 0 };
         let remaining_ms = limits::remaining_ms(limits, &conversation.progress);
-        (self.watch)(LoopEvent::ModelRequested { step, last });
+        (self.event_sink)(LoopEvent::ModelRequested { step, last });
         let request = ModelRequester {
             model: self.model,
             prompt: &prompt,
-            asking: &self.terms.model_request_policy,
+            policy: &self.options.model_request_policy,
             clock,
             step,
             until_ms: began_ms.saturating_add(remaining_ms.max(grace_ms)),
             allows_empty_reply: last
                 || self.allows_empty_reply
                 || !conversation.progress.pending_calls.is_empty(),
-            watch: self.watch,
+            event_sink: self.event_sink,
         };
         let answer = request.request_reply().await;
         let progress = &mut conversation.progress;
@@ -236,7 +237,7 @@ impl<'a> AgentLoop<'a> {
         let reply = match answer {
             Ok(reply) => reply,
             // The time limit passed during a request: that is a limit, not a failure.
-            Err(none) if none.out_of_time && !last => {
+            Err(request_error) if request_error.out_of_time && !last => {
                 progress.stop_reason = Some(crate::domain::run::progress::StopReason::Time);
                 conversation.messages.push(limits::stop_message(
                     crate::domain::run::progress::StopReason::Time,
@@ -244,7 +245,7 @@ impl<'a> AgentLoop<'a> {
                 ));
                 return Box::pin(self.request_reply(conversation)).await;
             }
-            Err(none) => return Err(Error::from(none.error.fault)),
+            Err(request_error) => return Err(Error::from(request_error.error.fault)),
         };
         let request_size: usize =
             if reply.usage == Default::default() { request_bytes(&prompt) } else { 0 };
@@ -253,7 +254,7 @@ impl<'a> AgentLoop<'a> {
         engine_metrics::count_model_tokens(self.model.usage_label(), &usage);
         progress.usage += usage;
         let reply = limits::assign_call_ids(reply, step, &progress.pending_calls);
-        (self.watch)(LoopEvent::ModelReplied { step, reply: &reply });
+        (self.event_sink)(LoopEvent::ModelReplied { step, reply: &reply });
         progress.pending_reply = Some(reply);
         Ok(())
     }
@@ -277,7 +278,7 @@ impl<'a> AgentLoop<'a> {
     /// the options.
     pub fn set_idempotency_prefix(&mut self, prefix: Option<String>) {
         self.keyed_options = prefix.map(|prefix| {
-            Box::new(RunOptions { idempotency_prefix: Some(prefix), ..self.terms.clone() })
+            Box::new(RunOptions { idempotency_prefix: Some(prefix), ..self.options.clone() })
         });
     }
 
@@ -290,8 +291,12 @@ impl<'a> AgentLoop<'a> {
         let Some(reply) = conversation.progress.pending_reply.clone() else {
             return Ok(StepOutcome::Continue);
         };
-        if let Some(closing) = conversation.progress.stop_reason {
-            return Ok(StepOutcome::Answered(self.finish_at_limit(conversation, reply, closing)));
+        if let Some(stop_reason) = conversation.progress.stop_reason {
+            return Ok(StepOutcome::Answered(self.finish_at_limit(
+                conversation,
+                reply,
+                stop_reason,
+            )));
         }
         self.engine.registry.catalog().check_caller_is_on(self.caller)?;
         if reply.calls.is_empty() {
@@ -302,19 +307,15 @@ impl<'a> AgentLoop<'a> {
             if !conversation.progress.pending_calls.is_empty() {
                 return Ok(StepOutcome::AwaitingResults);
             }
-            let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
-            return Ok(StepOutcome::Answered(FinalAnswer {
-                text,
-                finish_reason: stopped,
-                stop_reason: closing,
-            }));
+            let (text, finish_reason, stop_reason) = (reply.text, reply.finish_reason, None);
+            return Ok(StepOutcome::Answered(FinalAnswer { text, finish_reason, stop_reason }));
         }
         self.refresh_tools();
         let began_ms = self.engine.core.now_ms();
         let max_entries = self.engine.core.limits.max_batch_entries;
         let is_resumed = std::mem::take(&mut self.is_reply_resumed);
-        let options = self.keyed_options.as_deref().unwrap_or(self.terms);
-        let before = match is_resumed {
+        let options = self.keyed_options.as_deref().unwrap_or(self.options);
+        let prior_results = match is_resumed {
             true => {
                 PriorResults::load(self.engine, self.caller, options, &conversation.progress)
                     .await?
@@ -325,14 +326,15 @@ impl<'a> AgentLoop<'a> {
             &reply,
             &self.tool_selection,
             options,
-            (&conversation.progress, &before),
+            (&conversation.progress, &prior_results),
             max_entries,
         );
         let caller_calls = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
-        let watch = self.watch;
-        let results = plan.execute(self.engine, self.caller, options, &mut progress, watch).await?;
+        let event_sink = self.event_sink;
+        let results =
+            plan.execute(self.engine, self.caller, options, &mut progress, event_sink).await?;
         (progress.pending_reply, progress.canceled) = (None, false);
         progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
         conversation.progress = progress;
@@ -345,7 +347,7 @@ impl<'a> AgentLoop<'a> {
         })
     }
 
-    /// Answers the calls of the pending reply without executing anything. `told` returns the
+    /// Answers the calls of the pending reply without executing anything. `answer_call` returns the
     /// content of each answer and whether the call counts as made.
     pub(crate) fn answer_calls_with(
         &self,
@@ -355,17 +357,13 @@ impl<'a> AgentLoop<'a> {
         let Some(reply) = conversation.progress.pending_reply.take() else {
             return StepOutcome::Continue;
         };
-        if let Some(closing) = conversation.progress.stop_reason {
-            return StepOutcome::Answered(self.finish_at_limit(conversation, reply, closing));
+        if let Some(stop_reason) = conversation.progress.stop_reason {
+            return StepOutcome::Answered(self.finish_at_limit(conversation, reply, stop_reason));
         }
         conversation.messages.push(limits::assistant_message(&reply, true));
         if reply.calls.is_empty() {
-            let (text, stopped, closing) = (reply.text, reply.finish_reason, None);
-            return StepOutcome::Answered(FinalAnswer {
-                text,
-                finish_reason: stopped,
-                stop_reason: closing,
-            });
+            let (text, finish_reason, stop_reason) = (reply.text, reply.finish_reason, None);
+            return StepOutcome::Answered(FinalAnswer { text, finish_reason, stop_reason });
         }
         for call in &reply.calls {
             let (content, is_executed) = answer_call(call);
@@ -381,8 +379,10 @@ impl<'a> AgentLoop<'a> {
         conversation: &mut Conversation,
     ) -> Result<(), Error> {
         let runs = &self.engine;
-        let topic =
-            Topic::Run { project: self.caller.project.clone(), run_id: self.terms.run_id.clone() };
+        let topic = Topic::Run {
+            project: self.caller.project.clone(),
+            run_id: self.options.run_id.clone(),
+        };
         let mut listener = runs.core.bus.listen(topic);
         loop {
             if self.add_late_results(conversation).await? > 0
@@ -405,14 +405,14 @@ impl<'a> AgentLoop<'a> {
 
     /// Adds late results that have arrived to the conversation and returns their number.
     pub async fn add_late_results(&self, conversation: &mut Conversation) -> Result<usize, Error> {
-        let budget = self.terms.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
-        let awaited = &conversation.progress.pending_calls;
-        let (ended, cost) = self.engine.render_late_results(self.caller, awaited, budget).await?;
+        let budget = self.options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
+        let pending = &conversation.progress.pending_calls;
+        let (ended, cost) = self.engine.render_late_results(self.caller, pending, budget).await?;
         conversation.progress.usage += cost;
         let count = ended.len();
         for (call, content) in ended {
             let message = limits::late_message(&call, &content);
-            (self.watch)(LoopEvent::LateResult { call: &call, message: &message });
+            (self.event_sink)(LoopEvent::LateResult { call: &call, message: &message });
             conversation.messages.push(message);
             conversation
                 .progress
@@ -422,28 +422,28 @@ impl<'a> AgentLoop<'a> {
         Ok(count)
     }
 
-    /// Returns the final answer at a limit, whatever the reply to the last request contains.
+    /// Returns the final answer at a limit, regardless of the reply to the last request.
     fn finish_at_limit(
         &self,
         conversation: &mut Conversation,
         reply: crate::domain::model_reply::ModelReply,
-        closing: crate::domain::run::progress::StopReason,
+        stop_reason: crate::domain::run::progress::StopReason,
     ) -> FinalAnswer {
         conversation.progress.pending_reply = None;
         let has_text = !reply.text.trim().is_empty();
         let text = if has_text {
             reply.text
         } else {
-            limits::fallback_answer(closing, &conversation.progress)
+            limits::fallback_answer(stop_reason, &conversation.progress)
         };
         let final_reply =
             crate::domain::model_reply::ModelReply { text: text.clone(), ..Default::default() };
         conversation.messages.push(limits::assistant_message(&final_reply, false));
-        FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(closing) }
+        FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(stop_reason) }
     }
 
     fn build_request(&self, conversation: &Conversation, last: bool) -> ModelRequest {
-        let mut settings = self.terms.settings.clone();
+        let mut settings = self.options.settings.clone();
         let forced = settings.get("tool_choice").is_some_and(|choice| choice != "none");
         // A permanently forced tool choice would keep the model from ever giving a final answer.
         if last || (forced && conversation.progress.steps > conversation.progress.baseline.steps) {
@@ -454,14 +454,14 @@ impl<'a> AgentLoop<'a> {
             settings.remove("tool_choice");
             settings.remove("parallel_tool_calls");
         }
-        let (model, messages) = (self.terms.model.clone(), conversation.messages.clone());
+        let (model, messages) = (self.options.model.clone(), conversation.messages.clone());
         ModelRequest { model, messages, tools, settings }
     }
 
     /// Refreshes the tool selection, because tools can change during a conversation.
     fn refresh_tools(&mut self) {
         if self.tool_selection.version != self.engine.registry.directory_version() {
-            self.tool_selection = ToolSelection::new(self.engine, self.caller, self.terms);
+            self.tool_selection = ToolSelection::new(self.engine, self.caller, self.options);
         }
     }
 }

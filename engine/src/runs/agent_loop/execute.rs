@@ -107,7 +107,7 @@ impl<'a> ExecutionPlan<'a> {
         caller: &Caller,
         options: &RunOptions,
         progress: &mut RunProgress,
-        watch: EventSink<'_>,
+        event_sink: EventSink<'_>,
     ) -> Result<Vec<Value>, Error> {
         let step = progress.steps;
         let (mut results, mut answers) = (Vec::new(), Vec::new());
@@ -141,7 +141,7 @@ impl<'a> ExecutionPlan<'a> {
                     failed += usize::from(settled.ok() == Some(false));
                     record_call(progress, call, fingerprint, settled, &message);
                     let message = summaries.remove(&entry).unwrap_or(message);
-                    watch(LoopEvent::CallAnswered { step, settled, message: &message });
+                    event_sink(LoopEvent::CallAnswered { step, settled, message: &message });
                     message
                 }
             };
@@ -170,21 +170,21 @@ fn build_batch(
     entries: Vec<Json>,
     max_wait_ms: u64,
 ) -> Batch {
-    let acting = &options.execution_options;
+    let execution = &options.execution_options;
     let remaining_ms = limits::remaining_ms(&options.limits, progress);
-    let wait_ms = acting.wait_ms.unwrap_or(max_wait_ms).min(max_wait_ms);
+    let wait_ms = execution.wait_ms.unwrap_or(max_wait_ms).min(max_wait_ms);
     Batch {
-        mode: acting.mode.into(),
-        max_parallel: acting.max_parallel,
-        budget_tokens: Some(acting.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS)),
+        mode: execution.mode.into(),
+        max_parallel: execution.max_parallel,
+        budget_tokens: Some(execution.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS)),
         wait_ms: Some(wait_ms.min(remaining_ms)),
         // A rate limit delays the run; it is not the model's failure.
         limit_wait_ms: Some(remaining_ms),
         // If the time limit ends with the wait, no further call starts.
         defer_unstarted: wait_ms < remaining_ms,
-        timeout_ms: acting.timeout_ms,
-        attempt_timeout_ms: acting.attempt_timeout_ms,
-        retry: acting.max_retries,
+        timeout_ms: execution.timeout_ms,
+        attempt_timeout_ms: execution.attempt_timeout_ms,
+        retry: execution.max_retries,
         user_id: options.user_id.clone(),
         traceparent: options.traceparent.clone(),
         ..Batch::new(options.run_id.clone(), entries)
@@ -217,11 +217,11 @@ fn record_call(
 }
 
 /// Converts a call that ended late to a batch entry result.
-fn late_entry_result(awaited: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
+fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
     BatchEntryResult {
         form: CallFormat::OpenAi,
-        call_id: Some(awaited.call_id.clone()),
-        name: Some(awaited.name.clone()),
+        call_id: Some(pending.call_id.clone()),
+        name: Some(pending.name.clone()),
         state: BatchEntryState::Ended { call, omitted_bytes: None },
         replayed: false,
         joined: false,
@@ -235,11 +235,11 @@ impl Runs {
     pub(super) async fn render_late_results(
         self: &Arc<Self>,
         caller: &Caller,
-        awaited: &[PendingCall],
+        pending: &[PendingCall],
         budget: usize,
     ) -> Result<(Vec<(PendingCall, String)>, TokenUsage), Error> {
         let (mut ended, mut results, mut purged) = (Vec::new(), Vec::new(), Vec::new());
-        for call in awaited {
+        for call in pending {
             match self.calls.call(caller, &call.tool_call_id).await {
                 Ok(found) if found.outcome.is_none() => {}
                 Ok(found) => {
@@ -247,7 +247,7 @@ impl Runs {
                     ended.push(call.clone());
                 }
                 Err(error) if error.code() == Code::NotFound => {
-                    let content = "it was purged before it could be told";
+                    let content = "it was purged before its result was delivered";
                     purged.push((call.clone(), content.to_owned()));
                 }
                 Err(error) => return Err(error),

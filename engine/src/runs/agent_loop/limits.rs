@@ -27,7 +27,7 @@ pub(super) fn reached_limit(limits: &RunLimits, progress: &RunProgress) -> Optio
         (progress.repeated_steps >= MAX_REPEATED_STEPS, StopReason::Repeats),
         (limits.failures > 0 && progress.failed_steps >= limits.failures, StopReason::Failures),
     ];
-    reached.into_iter().find(|(reached, _)| *reached).map(|(_, closing)| closing)
+    reached.into_iter().find(|(reached, _)| *reached).map(|(_, stop_reason)| stop_reason)
 }
 
 /// Returns the idempotency key of a call, which is the same however often the step is repeated.
@@ -51,8 +51,8 @@ pub(super) fn remaining_calls(limits: &RunLimits, progress: &RunProgress) -> u32
 }
 
 /// Returns the message that announces the last request to the model.
-pub(super) fn stop_message(closing: StopReason, limits: &RunLimits) -> Value {
-    let reason = match closing {
+pub(super) fn stop_message(stop_reason: StopReason, limits: &RunLimits) -> Value {
+    let reason = match stop_reason {
         StopReason::Steps => format!("The limit of {} steps is reached.", limits.steps),
         StopReason::Calls => format!("The limit of {} tool calls is reached.", limits.calls),
         StopReason::Tokens => format!("The limit of {} tokens is reached.", limits.tokens),
@@ -69,16 +69,16 @@ pub(super) fn stop_message(closing: StopReason, limits: &RunLimits) -> Value {
 
 /// Returns the limit that a stop message is about.
 pub fn stop_reason_of(message: &Value, limits: &RunLimits) -> Option<StopReason> {
-    StopReason::ALL.into_iter().find(|closing| stop_message(*closing, limits) == *message)
+    StopReason::ALL.into_iter().find(|stop_reason| stop_message(*stop_reason, limits) == *message)
 }
 
 /// Returns the final answer if the model's last reply is empty.
-pub(super) fn fallback_answer(closing: StopReason, progress: &RunProgress) -> String {
-    let reason = match closing {
+pub(super) fn fallback_answer(stop_reason: StopReason, progress: &RunProgress) -> String {
+    let reason = match stop_reason {
         StopReason::Steps => "the limit of steps was reached",
         StopReason::Calls => "the limit of tool calls was reached",
         StopReason::Tokens => "the limit of tokens was reached",
-        StopReason::Time => "the time was over",
+        StopReason::Time => "the time limit was reached",
         StopReason::Repeats => "the same tool calls were repeated again and again",
         StopReason::Failures => "tool calls failed again and again",
     };
@@ -94,12 +94,12 @@ pub(super) fn fallback_answer(closing: StopReason, progress: &RunProgress) -> St
 pub(super) fn assign_call_ids(
     mut reply: ModelReply,
     step: u32,
-    awaited: &[PendingCall],
+    pending: &[PendingCall],
 ) -> ModelReply {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
-    let mut used: HashSet<String> = awaited.iter().map(|call| call.call_id.clone()).collect();
+    let is_allowed_byte = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+    let mut used: HashSet<String> = pending.iter().map(|call| call.call_id.clone()).collect();
     for (index, call) in reply.calls.iter_mut().enumerate() {
-        let fits = (1..=64).contains(&call.id.len()) && call.id.bytes().all(plain);
+        let fits = (1..=64).contains(&call.id.len()) && call.id.bytes().all(is_allowed_byte);
         if !fits || used.contains(&call.id) {
             let mut other = (0..).map(|n| match n {
                 0 => format!("call_{step}_{index}"),
@@ -176,9 +176,9 @@ pub(super) fn content_hash(content: &str) -> u64 {
 
 /// Counts a result of a call: an identical result increments the counter, a new one restarts it.
 pub(super) fn count_repeat(progress: &mut RunProgress, fingerprint: String, content_hash: u64) {
-    let seen = progress.repeat_counters.entry(fingerprint).or_default();
-    *seen = if seen.content_hash == content_hash && seen.times > 0 {
-        RepeatCounter { times: seen.times + 1, content_hash }
+    let counter = progress.repeat_counters.entry(fingerprint).or_default();
+    *counter = if counter.content_hash == content_hash && counter.times > 0 {
+        RepeatCounter { times: counter.times + 1, content_hash }
     } else {
         RepeatCounter { times: 1, content_hash }
     };
@@ -186,8 +186,8 @@ pub(super) fn count_repeat(progress: &mut RunProgress, fingerprint: String, cont
 
 /// Returns whether this call has reached the limit of identical repetitions.
 pub(super) fn is_repeated(progress: &RunProgress, limits: &RunLimits, fingerprint: &str) -> bool {
-    let seen = progress.repeat_counters.get(fingerprint);
-    limits.repeats > 0 && seen.is_some_and(|seen| seen.times >= limits.repeats)
+    let counter = progress.repeat_counters.get(fingerprint);
+    limits.repeats > 0 && counter.is_some_and(|counter| counter.times >= limits.repeats)
 }
 
 /// Returns the content for a call that was repeated too often.
@@ -220,13 +220,13 @@ pub(super) fn unknown_tool_content<'n>(
     offered: impl Iterator<Item = &'n str>,
 ) -> String {
     let excerpt: String = name.chars().take(100).collect();
-    let near = model_tool_names::suggest_similar(name, offered);
-    let message = match near.first() {
+    let candidates = model_tool_names::suggest_similar(name, offered);
+    let message = match candidates.first() {
         Some(best) => format!("there is no tool \"{excerpt}\"; did you mean \"{best}\"?"),
         None => format!("there is no tool \"{excerpt}\"; use only the tools you were given"),
     };
     let fault = Fault::new(Code::ToolNotFound, message).without_side_effect();
-    fault_content(&fault.with_detail(json!({ "nearest": near })))
+    fault_content(&fault.with_detail(json!({ "nearest": candidates })))
 }
 
 /// Returns the content for a call whose arguments were truncated together with the reply.
@@ -290,7 +290,10 @@ pub fn check_messages(messages: &[Value]) -> Result<(), Fault> {
         }
         if role == Some("tool") && !message.get("tool_call_id").is_some_and(Value::is_string) {
             let pointer = format!("/messages/{n}/tool_call_id");
-            return refused(pointer, "a message of a tool says which call it answers");
+            return refused(
+                pointer,
+                "a tool message needs the tool_call_id of the call it answers",
+            );
         }
     }
     Ok(())

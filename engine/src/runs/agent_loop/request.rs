@@ -12,8 +12,8 @@ use super::{EventSink, LoopEvent};
 use crate::domain::fault::{Code, Fault};
 use crate::domain::model_reply::{FinishReason, ModelReply};
 use crate::domain::run::options::ModelRequestPolicy;
-use crate::engine_metrics;
 use crate::ports::clock::Clock;
+use crate::ports::engine_metrics;
 use crate::ports::model::{Delta, Model, ModelError, ModelRequest};
 
 /// Maximum number of calls in one reply. Each of them is answered, executed or not, so this bounds
@@ -24,14 +24,14 @@ const MAX_CALLS: usize = 1_000;
 pub(super) struct ModelRequester<'a> {
     pub(super) model: &'a dyn Model,
     pub(super) prompt: &'a ModelRequest,
-    pub(super) asking: &'a ModelRequestPolicy,
+    pub(super) policy: &'a ModelRequestPolicy,
     pub(super) clock: &'a dyn Clock,
     pub(super) step: u32,
     /// Deadline of the whole request, including waits between retries.
     pub(super) until_ms: u64,
     /// True if an empty reply is acceptable.
     pub(super) allows_empty_reply: bool,
-    pub(super) watch: EventSink<'a>,
+    pub(super) event_sink: EventSink<'a>,
 }
 
 /// The reason why there is no reply.
@@ -47,34 +47,34 @@ impl ModelRequester<'_> {
     pub(super) async fn request_reply(&self) -> Result<ModelReply, ModelRequestError> {
         let mut retry = 0;
         loop {
-            let silence = match self.attempt().await {
+            let error = match self.attempt().await {
                 Ok(reply) => {
                     engine_metrics::count_model_request("ok");
                     return Ok(reply);
                 }
-                Err(silence) => silence,
+                Err(error) => error,
             };
             retry += 1;
-            let wait_ms = self.wait_ms(retry, silence.retry_after);
+            let wait_ms = self.wait_ms(retry, error.retry_after);
             let now_ms = self.clock.now_ms();
             let in_time = now_ms.saturating_add(wait_ms) < self.until_ms;
-            let again = silence.is_transient && retry <= self.asking.retries;
-            if !again || !in_time {
+            let can_retry = error.is_transient && retry <= self.policy.retries;
+            if !can_retry || !in_time {
                 engine_metrics::count_model_request("failed");
-                let over = now_ms >= self.until_ms && silence.is_transient;
-                let out_of_time = (again || over) && silence.retry_after.is_none();
+                let deadline_passed = now_ms >= self.until_ms && error.is_transient;
+                let out_of_time = (can_retry || deadline_passed) && error.retry_after.is_none();
                 return Err(ModelRequestError {
-                    error: with_attempt_count(silence, retry),
+                    error: with_attempt_count(error, retry),
                     out_of_time,
                 });
             }
             engine_metrics::count_model_request("again");
-            tracing::info!(step = self.step, retry, wait_ms, why = %silence, "retrying request");
-            (self.watch)(LoopEvent::ModelRetryScheduled {
+            tracing::info!(step = self.step, retry, wait_ms, why = %error, "retrying request");
+            (self.event_sink)(LoopEvent::ModelRetryScheduled {
                 step: self.step,
                 retry,
                 wait_ms,
-                why: &silence.fault,
+                why: &error.fault,
             });
             self.clock.sleep_until(self.clock.now_ms() + wait_ms).await;
         }
@@ -84,24 +84,24 @@ impl ModelRequester<'_> {
         // The deadline seeds the jitter, so that requests that failed together do not retry
         // together.
         let seed = format!("{}/{}", self.prompt.messages.len(), self.until_ms);
-        let backoff_ms = self.asking.backoff.wait_ms(retry, &seed);
-        let asked_ms = retry_after.map_or(0, |wait| wait.as_millis() as u64);
-        backoff_ms.max(asked_ms)
+        let backoff_ms = self.policy.backoff.wait_ms(retry, &seed);
+        let requested_ms = retry_after.map_or(0, |wait| wait.as_millis() as u64);
+        backoff_ms.max(requested_ms)
     }
 
     async fn attempt(&self) -> Result<ModelReply, ModelError> {
-        let max_bytes = self.asking.max_answer_bytes;
-        let (heard, full) = (AtomicUsize::new(0), Notify::new());
+        let max_bytes = self.policy.max_answer_bytes;
+        let (received_bytes, full) = (AtomicUsize::new(0), Notify::new());
         let listener = |delta: Delta| {
             let size = delta_bytes(&delta);
-            if heard.fetch_add(size, Ordering::Relaxed) + size > max_bytes {
+            if received_bytes.fetch_add(size, Ordering::Relaxed) + size > max_bytes {
                 full.notify_one();
                 return;
             }
-            (self.watch)(LoopEvent::ReplyDelta { step: self.step, piece: delta });
+            (self.event_sink)(LoopEvent::ReplyDelta { step: self.step, piece: delta });
         };
         let now_ms = self.clock.now_ms();
-        let until_ms = self.until_ms.min(now_ms.saturating_add(self.asking.request_ms));
+        let until_ms = self.until_ms.min(now_ms.saturating_add(self.policy.request_ms));
         let reply = tokio::select! {
             biased;
             () = full.notified() => Err(reply_too_long(max_bytes)),
@@ -114,7 +114,7 @@ impl ModelRequester<'_> {
     }
 
     fn validate_reply(&self, reply: ModelReply) -> Result<ModelReply, ModelError> {
-        let max_bytes = self.asking.max_answer_bytes;
+        let max_bytes = self.policy.max_answer_bytes;
         let calls = reply.calls.iter();
         let bytes: usize = calls.map(|call| call.name.len() + call.arguments.len()).sum();
         if reply.text.len() + bytes > max_bytes {
@@ -127,14 +127,12 @@ impl ModelRequester<'_> {
         if !empty || self.allows_empty_reply {
             return Ok(reply);
         }
-        let (reason, passing) = match reply.finish_reason {
+        let (reason, is_transient) = match reply.finish_reason {
             FinishReason::ContentFilter => ("its content filter stopped the answer", false),
-            FinishReason::Length => {
-                ("its limit of tokens was reached before it said anything", false)
-            }
-            FinishReason::Stop | FinishReason::ToolCalls => ("it answered with nothing", true),
+            FinishReason::Length => ("its token limit was reached before any text", false),
+            FinishReason::Stop | FinishReason::ToolCalls => ("the answer was empty", true),
         };
-        Err(model_error(format!("the model gave no answer: {reason}"), passing))
+        Err(model_error(format!("the model gave no answer: {reason}"), is_transient))
     }
 }
 
@@ -147,9 +145,9 @@ fn delta_bytes(delta: &Delta) -> usize {
     }
 }
 
-fn model_error(message: String, passing: bool) -> ModelError {
+fn model_error(message: String, is_transient: bool) -> ModelError {
     let fault = Fault::new(Code::UpstreamUnavailable, message);
-    ModelError { fault, is_transient: passing, retry_after: None }
+    ModelError { fault, is_transient, retry_after: None }
 }
 
 fn reply_too_long(max_bytes: usize) -> ModelError {
@@ -165,14 +163,14 @@ fn too_many_calls() -> ModelError {
 }
 
 fn reply_timed_out(within_ms: u64) -> ModelError {
-    model_error(format!("the model gave no whole answer within {within_ms} ms"), true)
+    model_error(format!("the model gave no complete answer within {within_ms} ms"), true)
 }
 
 /// Adds the number of attempts to the error and sets the common fault code.
-fn with_attempt_count(mut silence: ModelError, tries: u32) -> ModelError {
-    if tries > 1 {
-        silence.fault.message = format!("{} (asked {tries} times)", silence.fault.message);
+fn with_attempt_count(mut error: ModelError, attempts: u32) -> ModelError {
+    if attempts > 1 {
+        error.fault.message = format!("{} ({attempts} attempts)", error.fault.message);
     }
-    silence.fault.code = Code::UpstreamUnavailable;
-    silence
+    error.fault.code = Code::UpstreamUnavailable;
+    error
 }

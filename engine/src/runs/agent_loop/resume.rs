@@ -27,7 +27,7 @@ impl PriorResults {
         options: &RunOptions,
         progress: &RunProgress,
     ) -> Result<Self, Error> {
-        let (mut awaited, mut indexes) = (Vec::new(), HashMap::new());
+        let (mut pending, mut indexes) = (Vec::new(), HashMap::new());
         let budget = options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let calls = progress.pending_reply.iter().flat_map(|reply| &reply.calls);
         for (index, call) in calls.enumerate() {
@@ -48,12 +48,12 @@ impl PriorResults {
             };
             indexes.insert(tool_call_id.clone(), index);
             let (call_id, name) = (call.id.clone(), call.name.clone());
-            awaited.push(PendingCall { tool_call_id, call_id, name });
+            pending.push(PendingCall { tool_call_id, call_id, name });
         }
-        let (ended, _) = engine.render_late_results(caller, &awaited, budget).await?;
-        let goes_on = "it was begun, goes on, and its tool has been withdrawn";
+        let (ended, _) = engine.render_late_results(caller, &pending, budget).await?;
+        let still_open = "it was started and is still running; its tool was removed";
         let mut contents: HashMap<usize, String> =
-            indexes.values().map(|index| (*index, goes_on.to_owned())).collect();
+            indexes.values().map(|index| (*index, still_open.to_owned())).collect();
         for (call, content) in ended {
             contents.extend(indexes.get(&call.tool_call_id).map(|index| (*index, content)));
         }

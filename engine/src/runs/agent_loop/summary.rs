@@ -66,17 +66,17 @@ pub(super) async fn summarize_digests(
     if engine.summary_model.is_none() {
         return (summaries, usage);
     }
-    let asked = results.iter().zip(digests).enumerate().filter(|(_, (settled, _))| {
+    let digested = results.iter().zip(digests).enumerate().filter(|(_, (settled, _))| {
         settled.is_digested && settled.data().is_some() && settled.error().is_none()
     });
-    let asked = asked.filter_map(|(index, (settled, digest))| {
+    let summary_requests = digested.filter_map(|(index, (settled, digest))| {
         let call = settled.call()?;
         Some(async move {
             let (text, cost) = summarize_call(engine, call, tokens::count(digest)).await?;
             Some((index, text, cost))
         })
     });
-    for (index, summary, cost) in join_all(asked).await.into_iter().flatten() {
+    for (index, summary, cost) in join_all(summary_requests).await.into_iter().flatten() {
         summaries.insert(index, summary);
         usage += cost;
     }
@@ -97,7 +97,7 @@ async fn summarize_call(
     }
     let data = call.outcome.as_ref()?.data.clone()?;
     let head = format!(
-        "[summary of {} by a model: the result is {} bytes, and is kept whole. Read any part: \
+        "[summary of {} by a model; the full result of {} bytes is stored. Read any part: \
          result.read {{\"tool_call_id\":\"{}\"}}]\n",
         call.tool_name,
         data.text().len(),
@@ -120,8 +120,8 @@ async fn summarize_call(
             Some((format!("{head}{text}"), reply.usage))
         }
         Ok(_) => None,
-        Err(silence) => {
-            tracing::warn!(tool = call.tool_name, why = %silence, "no summary; the digest is used");
+        Err(error) => {
+            tracing::warn!(tool = call.tool_name, why = %error, "no summary; the digest is used");
             None
         }
     }
@@ -148,14 +148,14 @@ async fn summary_request(
         )
     });
     let text = text.await.ok()?;
-    let asked = format!(
+    let question = format!(
         "Summarise this result in at most {budget} tokens.\nTool: {}\nArguments: {}\nResult:\n{text}",
         call.tool_name,
         call.args.text(),
     );
     let messages = vec![
         json!({ "role": "system", "content": SYSTEM_PROMPT }),
-        json!({ "role": "user", "content": asked }),
+        json!({ "role": "user", "content": question }),
     ];
     Some(ModelRequest { model, messages, ..ModelRequest::default() })
 }

@@ -157,9 +157,9 @@ impl ToolCallContext {
 
 /// Returns the call's own id if an API accepts it and it is unused, otherwise its ticket.
 fn usable_call_id<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
     let id = call.call_id.as_str();
-    let fits = (1..=64).contains(&id.len()) && id.bytes().all(plain);
+    let fits = (1..=64).contains(&id.len()) && id.bytes().all(is_allowed);
     if fits && used.insert(id) {
         return id.to_owned();
     }
@@ -180,8 +180,8 @@ impl ConversationCall<'_> {
                 let since = self.call.created_ms.map(|at_ms| format_elapsed(at_ms, now_ms));
                 let since = since.map(|span| format!(" for {span} now")).unwrap_or_default();
                 format!(
-                    "still running{mode}{since}; you will be told its result when it has come, \
-                     do not call it again for it"
+                    "still running{mode}{since}; its result follows when it has ended, do not call \
+                     it again for it"
                 )
             }
         }

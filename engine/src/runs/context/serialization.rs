@@ -74,16 +74,16 @@ pub(super) mod outcome {
             return Ok(Ok(saved.data.unwrap_or_else(Json::null)));
         }
         let Some(error) = saved.error else {
-            return Ok(Err(Fault::runtime("the tool failed and did not say why")));
+            return Ok(Err(Fault::runtime("the tool failed and gave no reason")));
         };
         let code = Code::parse(&error.code).unwrap_or(Code::Internal);
-        let happened = if error.happened { SideEffect::Possible } else { SideEffect::None };
+        let side_effect = if error.happened { SideEffect::Possible } else { SideEffect::None };
         Ok(Err(Fault {
             code,
             message: error.message,
             detail: error.detail,
             retryable: error.retryable,
-            side_effect: happened,
+            side_effect,
             raw: None,
         }))
     }

@@ -60,9 +60,9 @@ impl<'a> MemberLoads<'a> {
                 }
             }
         }
-        for (slot, theirs) in &other.by_selector {
+        for (slot, other_load) in &other.by_selector {
             let current = self.by_selector.get(slot).copied().unwrap_or(self.rest);
-            self.by_selector.insert(*slot, how(current, *theirs));
+            self.by_selector.insert(*slot, how(current, *other_load));
         }
         self.rest = how(self.rest, other.rest);
     }
@@ -249,7 +249,7 @@ impl<'a> CostAnalysis<'a, '_, '_> {
 fn admits_type(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
     let by_type = match schema.get("type") {
         Some(Value::String(only)) => only == name,
-        Some(Value::Array(several)) => several.iter().any(|one| one == name),
+        Some(Value::Array(several)) => several.iter().any(|item| item == name),
         _ => true,
     };
     let by_const = schema.get("const").is_none_or(is);

@@ -349,7 +349,7 @@ impl<'a, 'r> SchemaGraph<'a, 'r> {
         inside(reference).ok_or_else(|| {
             let document = reference.split('#').next().unwrap_or_default();
             let reason = if document.is_empty() || inside(document).is_some() {
-                format!("{reference:?} leads to nothing in this schema")
+                format!("{reference:?} does not resolve in this schema")
             } else {
                 format!("{reference:?} refers outside itself; a schema must be self-contained")
             };

@@ -265,9 +265,9 @@ impl Utp {
         existing: &[StepCall],
         calls: &[StepCallRequest],
     ) -> Result<(), Error> {
-        let mut same = existing.len() == calls.len();
+        let mut is_same = existing.len() == calls.len();
         for (stored, call) in existing.iter().zip(calls) {
-            same = same
+            is_same = is_same
                 && (&stored.tool_call_id, &stored.tool_name)
                     == (&call.tool_call_id, &call.tool_name)
                 && self
@@ -275,7 +275,7 @@ impl Utp {
                     .await?
                     .is_none_or(|args| args == parse_arguments(&call.arguments).0.to_value());
         }
-        match same {
+        match is_same {
             true => Ok(()),
             false => Err(conflict(turn, "this step was dispatched with other calls".to_owned())),
         }
@@ -513,7 +513,7 @@ impl Utp {
         let found = self.registry.catalog().find(&agent.project, tool);
         let ends = found.and_then(|entry| entry.definition.binding.clone());
         if inbox_open && ends.is_some_and(|utp| utp.after_execution == AfterExecution::Terminate) {
-            let message = "inbox_not_empty: take what waits in the inbox before the turn ends";
+            let message = "inbox_not_empty: take the items of the inbox before the turn ends";
             return Some(Fault::new(Code::Conflict, message).without_side_effect());
         }
         None

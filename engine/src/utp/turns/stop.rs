@@ -74,15 +74,15 @@ impl Utp {
 
 impl Utp {
     fn build_stop_item(&self, turn: &Turn) -> InboxItem {
-        let mark = format!("stop:{}", turn.turn_id);
-        let inbox_id = derive_inbox_id(&turn.project, &turn.turn_id, &mark);
+        let stop_id = format!("stop:{}", turn.turn_id);
+        let inbox_id = derive_inbox_id(&turn.project, &turn.turn_id, &stop_id);
         let parent = turn.traceparent.clone().unwrap_or_default();
         InboxItem {
             project: turn.project.clone(),
             agent_id: turn.agent_id.clone(),
             message_type: "stop".to_owned(),
             turn_id: turn.turn_id.clone(),
-            tool_call_id: mark,
+            tool_call_id: stop_id,
             payload: into_map(json!({
                 "agent_id": turn.agent_id,
                 "agent_turn_id": turn.turn_id,

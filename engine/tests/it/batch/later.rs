@@ -83,7 +83,7 @@ async fn serial_entries_are_returned_as_tickets_and_run_in_order() {
         assert!(matches!(call.hold, Some(Hold::Predecessor { .. })), "{:?}", call.hold);
         assert_eq!(call.origin.predecessor.as_ref(), Some(&calls[n - 1].id));
         let message = answer.messages[n].text();
-        assert!(message.contains("its turn has not come"), "{message}");
+        assert!(message.contains("it did not start within the wait"), "{message}");
     }
     tools.wait_for_start(0).await;
     assert_eq!(*tools.notes.lock(), ["+0"], "the dependents wait");

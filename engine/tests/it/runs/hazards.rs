@@ -155,8 +155,8 @@ async fn a_caller_of_the_same_name_but_a_lesser_role_cannot_continue_a_run() {
 
 #[tokio::test]
 async fn repeated_call_ids_of_a_model_are_made_unique() {
-    let same = [("call_1_1", "calc__add", SUM), ("call_1_1", "calc__add", SUM)];
-    let script = Arc::new(Script::default().calls(&same).says("done"));
+    let identical_calls = [("call_1_1", "calc__add", SUM), ("call_1_1", "calc__add", SUM)];
+    let script = Arc::new(Script::default().calls(&identical_calls).says("done"));
     let engine = Fixture::new().engine(script.clone()).await;
     let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
     wait_for_end(&engine, &id).await;

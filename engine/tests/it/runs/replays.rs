@@ -32,8 +32,8 @@ async fn a_replay_runs_no_tools_and_reports_differences_of_the_model() {
     let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
     wait_for_end(&engine, &id).await;
     let sink = toolcrib::runs::agent_loop::ignore_events;
-    let same = engine.runs().replay_run(&caller(), &id, None, &sink).await.unwrap();
-    assert_eq!((same.answer.as_str(), same.differences.len()), ("It is 42.", 0));
+    let report = engine.runs().replay_run(&caller(), &id, None, &sink).await.unwrap();
+    assert_eq!((report.answer.as_str(), report.differences.len()), ("It is 42.", 0));
     assert_eq!(script.request(3).messages[2]["content"], "42", "the recorded result");
     let other = engine.runs().replay_run(&caller(), &id, None, &sink).await.unwrap();
     assert_eq!(
@@ -70,9 +70,9 @@ async fn a_replay_includes_later_user_messages() {
     let thanks = vec![json!({ "role": "user", "content": "Thanks!" })];
     engine.runs().add_run_messages(&caller(), &id, thanks).await.unwrap();
     wait_for_end(&engine, &id).await;
-    let same = replay(&engine, &id).await;
-    assert_eq!((same.differences.as_slice(), same.steps), (&[][..], 3));
-    assert_eq!(same.answer, "You are welcome.");
+    let report = replay(&engine, &id).await;
+    assert_eq!((report.differences.as_slice(), report.steps), (&[][..], 3));
+    assert_eq!(report.answer, "You are welcome.");
     assert_eq!(script.request(5).messages.last().unwrap()["content"], "Thanks!");
 
     let other = replay(&engine, &id).await;
@@ -111,8 +111,8 @@ async fn a_replay_delivers_late_results_late() {
     let engine = builder.tool(job).start().await.unwrap();
     let id = engine.runs().start_run(&caller(), new_run("A report, please")).await.unwrap().run.id;
     assert_eq!(wait_for_end(&engine, &id).await.answer.unwrap().text, "Here it is.");
-    let same = replay(&engine, &id).await;
-    assert_eq!((same.differences.as_slice(), same.unrecorded_calls), (&[][..], 0));
+    let report = replay(&engine, &id).await;
+    assert_eq!((report.differences.as_slice(), report.unrecorded_calls), (&[][..], 0));
     let prompt = script.request(5).messages;
     let late = prompt.last().unwrap()["content"].as_str().unwrap();
     assert!(late.contains("called as x1, has come:\nthe report"), "{late}");
@@ -140,8 +140,8 @@ async fn a_replay_repeats_the_closing_request_after_a_limit() {
         wait_for_end(&engine, &id).await.answer.unwrap().stop_reason,
         Some(StopReason::Failures)
     );
-    let same = replay(&engine, &id).await;
-    assert_eq!(same.differences, []);
+    let report = replay(&engine, &id).await;
+    assert_eq!(report.differences, []);
     assert_eq!(script.request(3).messages[3], script.request(1).messages[3]);
     assert!(script.request(3).tools.is_empty(), "the closing request offers no tools");
 }
@@ -178,8 +178,8 @@ async fn in_a_replay_refused_calls_do_not_count_toward_limits() {
     let id = engine.runs().start_run(&caller(), new).await.unwrap().run.id;
     let run = wait_for_end(&engine, &id).await;
     assert_eq!((run.progress.calls, run.answer.unwrap().stop_reason), (4, None));
-    let same = replay(&engine, &id).await;
-    assert_eq!((same.differences.as_slice(), same.answer.as_str()), (&[][..], "All of them."));
+    let report = replay(&engine, &id).await;
+    assert_eq!((report.differences.as_slice(), report.answer.as_str()), (&[][..], "All of them."));
 }
 
 #[tokio::test]
@@ -198,6 +198,6 @@ async fn a_replay_resets_the_counters_where_the_run_was_resumed() {
     engine.runs().resume_run(&caller(), &id).await.unwrap();
     let run = wait_for_end(&engine, &id).await;
     assert_eq!((run.progress.steps, run.answer.unwrap().stop_reason), (5, None));
-    let same = replay(&engine, &id).await;
-    assert_eq!((same.differences.as_slice(), same.answer.as_str()), (&[][..], "Four."));
+    let report = replay(&engine, &id).await;
+    assert_eq!((report.differences.as_slice(), report.answer.as_str()), (&[][..], "Four."));
 }

@@ -51,7 +51,7 @@ impl AdminTarget {
         let location = config.store_location()?;
         if !make && !location.may_exist() {
             let message = format!("there is nothing at {} yet", location.redacted());
-            let hint = "name the place with --data-dir DIR or --config FILE, a server with \
+            let hint = "name the directory with --data-dir DIR or --config FILE, a server with \
                         --server URL, or start the server once";
             return Err(CommandFailure::new(exit::FAILURE, "NOT_FOUND", message).hint(hint));
         }

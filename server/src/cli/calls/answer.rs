@@ -12,7 +12,7 @@ use crate::cli::{CommandContext, input, outcome};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  toolcrib calls get tc_01K…                       hold.questions has what is asked
+  toolcrib calls get tc_01K…                       hold.questions lists the requested input
   toolcrib calls answer tc_01K… name=Ada
   toolcrib calls answer tc_01K… --question who --args '{\"name\": \"Ada\"}'
   toolcrib calls answer tc_01K… --decline")]
@@ -73,7 +73,7 @@ async fn find_only_question(client: &ApiClient, id: &str) -> Result<String, Comm
         several => {
             let keys = several.join(", ");
             Err(CommandFailure::usage(format!(
-                "it asks several things; --question says which: {keys}"
+                "it requests several answers; select one with --question: {keys}"
             )))
         }
     }

@@ -60,11 +60,11 @@ pub fn check_data_dir(config: &Config) -> Vec<CheckResult> {
         return vec![CheckResult::error(CHECK_NAME, message, hint)];
     }
     let mut findings = vec![if dir.is_dir() {
-        CheckResult::ok(CHECK_NAME, format!("{dir_text} is there and can be written"))
+        CheckResult::ok(CHECK_NAME, format!("{dir_text} exists and is writable"))
     } else {
         CheckResult::ok(
             CHECK_NAME,
-            format!("{dir_text} is not there yet; the first start makes it"),
+            format!("{dir_text} does not exist yet; the first start creates it"),
         )
     }];
     findings.push(check_disk_space(&existing));
@@ -79,18 +79,18 @@ fn check_disk_space(dir: &Path) -> CheckResult {
     };
     let message = format!("{} free, filesystem {kind}", format_bytes(free));
     if free < MIN_SPACE_BYTES {
-        return CheckResult::error(CHECK_NAME, message, "make room: calls cannot be stored");
+        return CheckResult::error(CHECK_NAME, message, "free disk space: calls cannot be stored");
     }
     if disk::is_network_filesystem(&kind) {
         let hint = "SQLite needs locks that work: put the data on a disk of this machine";
         return CheckResult::warning(CHECK_NAME, message, hint);
     }
     if disk::is_memory_filesystem(&kind) {
-        let hint = "this is memory: everything is lost when the machine stops";
+        let hint = "this is a file system in memory: all data is lost when the machine stops";
         return CheckResult::warning(CHECK_NAME, message, hint);
     }
     if free < LOW_SPACE_BYTES {
-        let hint = "make room, or keep calls for less long: retention.finished_calls_days";
+        let hint = "free disk space, or lower retention.finished_calls_days";
         return CheckResult::warning(CHECK_NAME, message, hint);
     }
     CheckResult::ok(CHECK_NAME, message)
@@ -109,7 +109,7 @@ pub fn check_open_files(config: &Config) -> CheckResult {
         Some(Err(_)) => CheckResult::ok(CHECK_NAME, "no limit on open files"),
         Some(Ok(soft)) if soft < required => CheckResult::warning(
             CHECK_NAME,
-            format!("{soft} open files allowed, and limits.max_connections wants {required}"),
+            format!("{soft} open files allowed, and limits.max_connections needs {required}"),
             "raise it (ulimit -n, LimitNOFILE), or lower limits.max_connections",
         ),
         Some(Ok(soft)) => CheckResult::ok(CHECK_NAME, format!("{soft} open files allowed")),
@@ -128,7 +128,7 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
     };
     let path_text = path.display().to_string();
     if !path.exists() {
-        let message = format!("{path_text} is not there yet; the first start makes it");
+        let message = format!("{path_text} does not exist yet; the first start creates it");
         return (CheckResult::ok(CHECK_NAME, message), false);
     }
     let hint = "stop the server, keep a copy of the file, and restore the last good one";
@@ -205,8 +205,8 @@ async fn check_postgres_store(config: &Config, location: &StoreLocation) -> (Che
             )
         }
         Err(error) => {
-            let hint = "look whether PostgreSQL runs there, and whether the user may make tables \
-                        in that database";
+            let hint = "check that PostgreSQL runs there and that the user may create tables in \
+                        that database";
             (CheckResult::error(CHECK_NAME, format!("{error:#}"), hint), false)
         }
     }

@@ -60,7 +60,7 @@ async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult 
             GetStreamErrorKind::JetStream(reason)
                 if reason.error_code() == ErrorCode::STREAM_NOT_FOUND =>
             {
-                "the first start makes the streams".to_owned()
+                "the first start creates the streams".to_owned()
             }
             _ => {
                 let message =
@@ -81,11 +81,11 @@ async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult 
 
 /// Returns hosts and ports; a URL may contain a password.
 fn redact_urls(urls: &str) -> String {
-    let one = |url: &str| {
+    let redact_url = |url: &str| {
         let rest = url.trim().split("://").last().unwrap_or_default().to_owned();
         rest.rsplit('@').next().unwrap_or_default().trim_end_matches('/').to_owned()
     };
-    urls.split(',').map(one).collect::<Vec<_>>().join(", ")
+    urls.split(',').map(redact_url).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ pub(super) struct RetryingClient {
     http: reqwest::Client,
     /// URL of the server's API.
     server: Arc<str>,
-    /// Whether the server has ever responded. A server that never did is reported at once.
+    /// True once the server has responded. A server that never did is reported at once.
     has_responded: Arc<AtomicBool>,
     cancellations: TaskTracker,
 }
@@ -148,7 +148,7 @@ impl RetryingClient {
     fn cancel_call(&self, event_id: &str) {
         let Some((call, _)) = event_id.split_once('.') else { return };
         let url = format!("{}/v1/tool_calls/{call}/cancel", self.server);
-        let body = serde_json::json!({ "reason": "the client does not want it any more" });
+        let body = serde_json::json!({ "reason": "the client canceled the request" });
         let request = self.http.post(url).json(&body);
         // A call that has ended meanwhile needs no cancellation.
         self.cancellations.spawn(async move { drop(request.send().await) });
@@ -186,7 +186,7 @@ impl Outage {
     }
 }
 
-/// A stream that is continued until its response has come.
+/// A stream that is continued until its response has arrived.
 struct ContinuedStream {
     client: RetryingClient,
     request: SentRequest,

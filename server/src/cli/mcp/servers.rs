@@ -212,9 +212,10 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
                 let each = servers.values_mut().filter_map(Value::as_object_mut);
                 each.for_each(|server| server.extend(overrides.clone()));
             }
-            None => {
-                document.as_object_mut().into_iter().for_each(|one| one.extend(overrides.clone()))
-            }
+            None => document
+                .as_object_mut()
+                .into_iter()
+                .for_each(|server_document| server_document.extend(overrides.clone())),
         }
         return Ok(document);
     }
@@ -260,8 +261,8 @@ async fn add(
     match target {
         McpServersTarget::Server(client) => {
             let spinner = output.start_spinner("waiting for its first answer");
-            let ask = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
-            let added = client.request_json(ask).await;
+            let request = ApiRequest::post(&["v1", "sources", "mcp"], document).wait(CONNECT_WAIT);
+            let added = client.request_json(request).await;
             spinner.finish_and_clear();
             let added = added?;
             if output.json {
@@ -307,7 +308,7 @@ fn describe_source(source: &Value) -> String {
                     true => reason.to_owned(),
                     false => format!("{tool}: {reason}"),
                 };
-                format!("\n  left out: {}", sanitize_line(&line))
+                format!("\n  skipped: {}", sanitize_line(&line))
             });
             format!("{name} is ready: {tools} tools, {name}.…{}", skipped_note.collect::<String>())
         }
@@ -342,7 +343,9 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
                         "tools": tools })
                 })
                 .collect();
-            output.print_note("no server answers: what is stored is shown, and not how it is");
+            output.print_note(
+                "no server is running: showing the stored configuration without live state",
+            );
             json!({ "sources": sources })
         }
     };
@@ -357,7 +360,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
         let problem = source["problem"].as_str().map(str::to_owned);
         let waits = (pending > 0).then(|| format!("{pending} to accept"));
         let skipped = source["skipped"].as_array().map_or(0, Vec::len);
-        let skipped_note = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
+        let skipped_note = (skipped > 0).then(|| format!("{skipped} skipped: toolcrib mcp show"));
         vec![
             str_member(source, "name").to_owned(),
             str_member(source, "state").to_owned(),
@@ -394,7 +397,7 @@ fn require_server(target: &McpServersTarget) -> Result<&ApiClient, CommandFailur
         McpServersTarget::Server(client) => Ok(client),
         McpServersTarget::Directory { .. } => {
             let message =
-                "no server answers here, and only a running one knows how its sources are";
+                "no server is running, and only a running server has the state of its sources";
             Err(CommandFailure::new(exit::UNREACHABLE, "UNREACHABLE", message)
                 .hint("start it, or name it with --server URL --key KEY"))
         }
@@ -417,8 +420,8 @@ async fn refresh(
     target: &McpServersTarget,
     name: &str,
 ) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
-    let source = require_server(target)?.request_json(ask.wait(CONNECT_WAIT)).await?;
+    let request = ApiRequest::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
+    let source = require_server(target)?.request_json(request.wait(CONNECT_WAIT)).await?;
     match context.output.json {
         true => context.output.print_json(&source),
         false => context.output.print_line(&describe_source(&source)),
@@ -432,8 +435,8 @@ async fn accept(
     tools: Vec<String>,
 ) -> Result<(), CommandFailure> {
     let body = if tools.is_empty() { json!({}) } else { json!({ "tools": tools }) };
-    let ask = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
-    let answer = require_server(target)?.request_json(ask).await?;
+    let request = ApiRequest::post(&["v1", "sources", "mcp", name, "accept"], body);
+    let answer = require_server(target)?.request_json(request).await?;
     if context.output.json {
         return context.output.print_json(&answer);
     }

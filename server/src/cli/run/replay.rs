@@ -46,19 +46,18 @@ pub(super) async fn replay_run(
 
 fn print_replay_result(context: &CommandContext, event: &Value) -> Result<(), CommandFailure> {
     let output = context.output;
-    let same = event["same"] == true;
+    let is_same = event["same"] == true;
     if !output.json {
         let answer = str_member(event, "answer");
         for difference in event["differences"].as_array().into_iter().flatten() {
             let step = u64_member(difference, "step").unwrap_or_default();
-            let heading =
-                output.paint(&format!("step {step} went another way"), TextStyle::Warning);
+            let heading = output.paint(&format!("step {step} differs"), TextStyle::Warning);
             output.print_line(&heading)?;
             output.print_line(&format!("  recorded  {}", format_reply(&difference["recorded"])))?;
             output.print_line(&format!("  now       {}", format_reply(&difference["now"])))?;
         }
         output.print_line(&format!("answer: {}", sanitize_line(answer)))?;
-        if same {
+        if is_same {
             output.print_note(&output.paint_message("the same as recorded", TextStyle::Success));
         }
         if let Some(count) = u64_member(event, "unrecorded_calls").filter(|count| *count > 0) {
@@ -66,7 +65,7 @@ fn print_replay_result(context: &CommandContext, event: &Value) -> Result<(), Co
         }
     }
     // As in diff: 0 if the runs are the same, 1 if they differ.
-    if same { Ok(()) } else { Err(CommandFailure::already_reported(exit::FAILURE)) }
+    if is_same { Ok(()) } else { Err(CommandFailure::already_reported(exit::FAILURE)) }
 }
 
 /// Formats what the model did in a step, shortened.
@@ -78,10 +77,10 @@ fn format_reply(reply: &Value) -> String {
     let text = match calls.is_empty() {
         true => format!("\"{}\"", str_member(reply, "text")),
         false => {
-            let one = |call: &Value| {
+            let describe_call = |call: &Value| {
                 format!("{} {}", str_member(call, "name"), str_member(call, "arguments"))
             };
-            calls.iter().map(one).collect::<Vec<_>>().join(", ")
+            calls.iter().map(describe_call).collect::<Vec<_>>().join(", ")
         }
     };
     let short: String = sanitize_line(&text).chars().take(MAX_EXCERPT_CHARS).collect();

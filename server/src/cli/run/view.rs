@@ -83,17 +83,17 @@ impl RunView {
                 self.reset_answer();
                 let wait = format_duration(u64_member(event, "wait_ms").unwrap_or_default());
                 let reason = sanitize_line(str_member(&event["error"], "message"));
-                self.note(&format!("{reason}; asking again in {wait}"), TextStyle::Warning);
+                self.note(&format!("{reason}; retrying in {wait}"), TextStyle::Warning);
                 Ok(())
             }
             "run.replied" => self.show_reply(event),
             "run.waiting" => {
-                self.note("waiting for results that come late", TextStyle::Dim);
+                self.note("waiting for late results", TextStyle::Dim);
                 Ok(())
             }
             "run.late" => {
                 let name = sanitize_line(str_member(event, "name"));
-                self.note(&format!("{name}: its result has come"), TextStyle::Success);
+                self.note(&format!("{name}: result received"), TextStyle::Success);
                 Ok(())
             }
             "run.finished" => self.show_finished(event, at_ms),
@@ -123,7 +123,7 @@ impl RunView {
                 let detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
                 let retryable = error["retryable"] == true;
                 let hint = format!(
-                    "everything so far is kept; toolcrib run --resume {} goes on",
+                    "everything so far is stored; continue with: toolcrib run --resume {}",
                     self.run_id
                 );
                 let failure = CommandFailure::new(exit::FAILURE, code, message).hint(hint);
@@ -139,7 +139,7 @@ impl RunView {
         }
         self.reset_answer();
         self.skips_deltas = true;
-        self.note("stream lost; connecting again", TextStyle::Warning);
+        self.note("stream lost; reconnecting", TextStyle::Warning);
     }
 
     /// Starts a new answer, of which nothing has been printed.
@@ -148,11 +148,11 @@ impl RunView {
         self.skips_deltas = false;
     }
 
-    fn print_delta(&mut self, words: &str) -> Result<(), CommandFailure> {
-        self.printed_text.push_str(words);
-        self.is_mid_line = !words.ends_with('\n');
+    fn print_delta(&mut self, delta: &str) -> Result<(), CommandFailure> {
+        self.printed_text.push_str(delta);
+        self.is_mid_line = !delta.ends_with('\n');
         let mut out = std::io::stdout().lock();
-        write!(out, "{}", sanitize_text(words))?;
+        write!(out, "{}", sanitize_text(delta))?;
         out.flush()?;
         Ok(())
     }
@@ -178,10 +178,7 @@ impl RunView {
             // The printed text is not the start of the answer: this subscriber missed deltas.
             None => {
                 self.end_line()?;
-                self.note(
-                    "words are missing above; the answer from its beginning:",
-                    TextStyle::Dim,
-                );
+                self.note("text is missing above; the complete answer:", TextStyle::Dim);
                 self.print_delta(whole)?;
             }
         }
@@ -197,43 +194,44 @@ impl RunView {
         Ok(())
     }
 
-    fn show_call_event(&mut self, word: &str, event: &Value, at_ms: Option<u64>) {
+    fn show_call_event(&mut self, event_name: &str, event: &Value, at_ms: Option<u64>) {
         let id = str_member(event, "tool_call_id").to_owned();
         let tool = sanitize_line(str_member(event, "tool"));
-        match word {
+        match event_name {
             "requested" => {
                 let arguments =
                     self.call_details.remove(str_member(event, "call_id")).unwrap_or_default();
                 let excerpt: String =
                     sanitize_line(&arguments).chars().take(MAX_ARGUMENT_CHARS).collect();
-                let more = if arguments.chars().count() > MAX_ARGUMENT_CHARS { "…" } else { "" };
+                let ellipsis =
+                    if arguments.chars().count() > MAX_ARGUMENT_CHARS { "…" } else { "" };
                 self.call_start_ms.insert(id.clone(), at_ms.unwrap_or_default());
                 self.call_details.insert(id, tool.clone());
-                self.note(&format!("→ {tool} {excerpt}{more}"), TextStyle::Bold);
+                self.note(&format!("→ {tool} {excerpt}{ellipsis}"), TextStyle::Bold);
             }
             "finished" | "failed" | "timeout" | "canceled" => {
                 let began_ms = self.call_start_ms.remove(&id);
-                let took_ms = at_ms.zip(began_ms).map(|(end, began)| end.saturating_sub(began));
-                let took = took_ms.map(format_duration).unwrap_or_default();
+                let duration_ms = at_ms.zip(began_ms).map(|(end, began)| end.saturating_sub(began));
+                let duration = duration_ms.map(format_duration).unwrap_or_default();
                 let tool = self.call_details.remove(&id).unwrap_or(tool);
-                let (mark, tone) = if word == "finished" {
+                let (symbol, style) = if event_name == "finished" {
                     ("✓", TextStyle::Success)
                 } else {
                     ("✗", TextStyle::Error)
                 };
                 let error = &event["error"];
                 let reason = match str_member(error, "message") {
-                    "" if word == "finished" => String::new(),
-                    "" => format!(" {word}"),
+                    "" if event_name == "finished" => String::new(),
+                    "" => format!(" {event_name}"),
                     message => {
                         format!(" {}: {}", str_member(error, "code"), sanitize_line(message))
                     }
                 };
-                self.note(&format!("{mark} {tool} {took}{reason}"), tone);
+                self.note(&format!("{symbol} {tool} {duration}{reason}"), style);
             }
             "retrying" | "fallback" => {
                 let tool = self.call_details.get(&id).cloned().unwrap_or(tool);
-                self.note(&format!("  {tool}: {word}"), TextStyle::Warning);
+                self.note(&format!("  {tool}: {event_name}"), TextStyle::Warning);
             }
             _ => {}
         }
@@ -246,13 +244,13 @@ impl RunView {
         }
         let usage = &event["usage"];
         let count = |name: &str| u64_member(usage, name).unwrap_or_default();
-        let took_ms = at_ms.zip(self.start_ms).map(|(end, began)| end.saturating_sub(began));
+        let duration_ms = at_ms.zip(self.start_ms).map(|(end, began)| end.saturating_sub(began));
         let line = format!(
             "{}  {} steps  {} calls  {}  {} + {} tokens",
             self.run_id,
             u64_member(event, "steps").unwrap_or_default(),
             u64_member(event, "calls").unwrap_or_default(),
-            took_ms.map(format_duration).unwrap_or_default(),
+            duration_ms.map(format_duration).unwrap_or_default(),
             count("prompt_tokens"),
             count("completion_tokens"),
         );
@@ -260,8 +258,8 @@ impl RunView {
         Ok(())
     }
 
-    fn note(&self, line: &str, tone: TextStyle) {
-        self.output.print_note(&self.output.paint_message(line, tone));
+    fn note(&self, line: &str, style: TextStyle) {
+        self.output.print_note(&self.output.paint_message(line, style));
     }
 }
 

@@ -22,10 +22,10 @@ pub(super) async fn list(
     context: &CommandContext,
     args: DeadLetterListArgs,
 ) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::get(&["v1", "dead_letters"])
+    let request = ApiRequest::get(&["v1", "dead_letters"])
         .query("limit", args.limit)
         .query("before", args.before);
-    let answer = context.client()?.request_json(ask).await?;
+    let answer = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&answer);
@@ -57,8 +57,8 @@ pub(super) async fn list(
 }
 
 pub(super) async fn redrive(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::post(&["v1", "dead_letters", id, "redrive"], json!({}));
-    let answer = context.client()?.request_json(ask).await?;
+    let request = ApiRequest::post(&["v1", "dead_letters", id, "redrive"], json!({}));
+    let answer = context.client()?.request_json(request).await?;
     if context.output.json {
         return context.output.print_json(&answer);
     }

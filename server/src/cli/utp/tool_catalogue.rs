@@ -37,8 +37,9 @@ impl UtpToolCatalogue {
             builtin.iter().map(|tool| tool.definition.name.clone()).collect();
         if let Ok(Some(definitions)) = self.open_definitions().await {
             let tools = definitions.registry().project_tools(&caller).unwrap_or_default();
-            let asked = tools.iter().filter_map(|tool| executable_definition(&tool.definition));
-            names.extend(asked.map(|tool| tool.name));
+            let executable =
+                tools.iter().filter_map(|tool| executable_definition(&tool.definition));
+            names.extend(executable.map(|tool| tool.name));
         }
         names
     }

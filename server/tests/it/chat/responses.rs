@@ -113,11 +113,11 @@ async fn text_before_server_tool_calls_is_sent_to_the_model_once() {
                 eval("6 * 7").to_string(),
             ))
         };
-        let door = ScriptedAnswer::text(last).with_call("own", "open_door", "{}");
+        let open_door_answer = ScriptedAnswer::text(last).with_call("own", "open_door", "{}");
         let replies = [
             eval("c1", "Hm."),
             eval("c2", "Well."),
-            ScriptedBehavior::Reply(door),
+            ScriptedBehavior::Reply(open_door_answer),
             text_reply("Open."),
         ];
         let (server, scripted) = start_with_replies(replies).await;

@@ -33,8 +33,8 @@ async fn two_hundred_concurrent_results_cause_one_transition() {
     let mut server = Server::ready().await;
     server.register("client", "probe.once", "irreversible").await;
 
-    let same = make_acknowledged_call(&server).await;
-    let answers = submit_all(&server, &same, vec![json!({ "sent": 1 }); 200]).await;
+    let same_call = make_acknowledged_call(&server).await;
+    let answers = submit_all(&server, &same_call, vec![json!({ "sent": 1 }); 200]).await;
     assert!(answers.iter().all(|answer| *answer == answers[0]), "{answers:?}");
     assert_eq!((answers[0].0, &answers[0].1["status"]), (StatusCode::OK, &json!("SUCCEEDED")));
 
@@ -56,7 +56,7 @@ async fn two_hundred_concurrent_results_cause_one_transition() {
                    WHERE kind = ? AND tool_call_id = ?";
         database.query_row(sql, [kind, id], |row| row.get(0)).unwrap()
     };
-    assert_eq!(count("tool.call.late", &same), 0, "an equal result is not late");
+    assert_eq!(count("tool.call.late", &same_call), 0, "an equal result is not late");
     assert_eq!(
         count("tool.call.late", &contested),
         100,

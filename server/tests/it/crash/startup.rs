@@ -50,7 +50,7 @@ async fn the_error_names_a_port_in_use() {
     second.spawn_on(&format!("127.0.0.1:{}", first.port));
     let log = expect_failed_start(&mut second).await;
     assert!(log.contains(&format!("127.0.0.1:{}", first.port)), "{log}");
-    assert!(log.contains("something listens there already"), "{log}");
+    assert!(log.contains("another program listens there"), "{log}");
     first.evaluated("1+1").await;
 }
 

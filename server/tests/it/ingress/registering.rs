@@ -95,7 +95,7 @@ async fn another_schema_under_the_same_name_is_a_conflict() {
     let server = Server::start().await;
     let api = server.api();
     let one = json!({ "type": "object", "properties": { "x": { "type": "string" } } });
-    let same = json!({ "properties": { "x": { "type": "string" } }, "type": "object" });
+    let same_schema = json!({ "properties": { "x": { "type": "string" } }, "type": "object" });
     let other = json!({ "type": "object", "properties": { "x": { "type": "integer" } } });
     api.register("c1", json!([offer_with("a.tool", json!({ "schema": one }))])).await;
     let refused = register(
@@ -108,7 +108,7 @@ async fn another_schema_under_the_same_name_is_a_conflict() {
     assert_eq!(error["detail"]["tool"], "a.tool");
     assert!(message(&error).contains("different schema"), "{error}");
     assert_eq!(client_tools(&api).await, ["a.tool"], "all or nothing");
-    api.register("c2", json!([offer_with("a.tool", json!({ "schema": same }))])).await;
+    api.register("c2", json!([offer_with("a.tool", json!({ "schema": same_schema }))])).await;
     let conflicting =
         register(&api, "c1", json!([offer_with("a.tool", json!({ "schema": other }))]));
     conflicting.await.refused(409, "CONFLICT");

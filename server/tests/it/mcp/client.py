@@ -19,7 +19,7 @@ def say(**seen: Any) -> None:
 
 
 class TaskMade(types.Result):
-    """A call that goes on as a task."""
+    """A call that continues as a task."""
 
     result_type: Literal["task"]
     task_id: str

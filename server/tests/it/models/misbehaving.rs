@@ -121,7 +121,7 @@ async fn a_silent_model_times_out() {
     {
         let failure = request_failure(turn, idle).await;
         assert!(failure.is_transient, "{failure}");
-        assert!(failure.fault.message.contains("said nothing for 100 ms"), "{failure}");
+        assert!(failure.fault.message.contains("sent nothing for 100 ms"), "{failure}");
     }
 }
 
@@ -133,7 +133,7 @@ async fn an_endless_answer_is_limited_by_time_and_size() {
         ..ModelResponseLimits::default()
     };
     let failure = request_failure(ScriptedBehavior::Endless, whole).await;
-    assert!(failure.fault.message.contains("was not done after 100 ms"), "{failure}");
+    assert!(failure.fault.message.contains("did not finish within 100 ms"), "{failure}");
     let bytes = ModelResponseLimits { max_bytes: 1 << 20, ..ModelResponseLimits::default() };
     let failure = request_failure(ScriptedBehavior::Endless, bytes).await;
     assert!(!failure.is_transient, "a retry would be as long");
@@ -173,7 +173,7 @@ async fn an_error_in_the_stream_ends_it() {
     )
     .await;
     assert!(
-        failure.is_transient && failure.fault.message.contains("gave up: overloaded"),
+        failure.is_transient && failure.fault.message.contains("stopped with an error: overloaded"),
         "{failure}"
     );
     let text = "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\

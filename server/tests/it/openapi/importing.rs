@@ -167,7 +167,7 @@ async fn an_import_warns_of_hosts_that_calls_may_not_reach() {
          http.allow_hosts = [\"127.0.0.1\"] in the server's configuration, and restart the server"
     );
     let warning = format!(
-        "calls will be denied: http://{address} may not be asked: it is not in the setting \
+        "calls will be denied: http://{address} is not allowed: it is not in the setting \
          http.hosts; {settings}"
     );
     assert_eq!(report["warnings"], json!([warning]));

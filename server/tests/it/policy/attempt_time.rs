@@ -106,7 +106,7 @@ async fn an_irreversible_attempt_without_an_answer_ends_with_an_unknown_outcome(
     assert_eq!((&call["status"], &call["attempt"]), (&json!("FAILED"), &json!(1)), "{call}");
     let error = &call["error"];
     assert_eq!((&error["code"], &error["retryable"]), (&json!("OUTCOME_UNKNOWN"), &json!(false)));
-    assert!(message(error).contains("it may have happened, so a retry is not safe"), "{error}");
+    assert!(message(error).contains("it may have taken effect, so a retry is not safe"), "{error}");
     client.expect_no_message().await;
     assert_eq!(taken["attempt"], 1);
     // By default, an irreversible attempt has the whole time of its call.

@@ -123,8 +123,8 @@ async fn replayed_and_rejected_calls_take_no_capacity() {
     for _ in 0..5 {
         let bad = json!({ "run_id": "run_1", "args": {} });
         api.post("/v1/tools/a.tool/invoke", bad).await.refused(422, "VALIDATION_ERROR");
-        let same = json!({ "run_id": "run_1", "args": { "n": 1 }, "idempotency_key": "k" });
-        api.post("/v1/tools/a.tool/invoke", same).await.is(202);
+        let request = json!({ "run_id": "run_1", "args": { "n": 1 }, "idempotency_key": "k" });
+        api.post("/v1/tools/a.tool/invoke", request).await.is(202);
     }
     api.invoke("a.tool", json!({ "n": 2 })).await;
 }

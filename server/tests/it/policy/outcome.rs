@@ -43,7 +43,7 @@ async fn the_outcome_of_a_failure_has_the_error() {
     assert_eq!((&outcome["ok"], &outcome["data"]), (&json!(false), &Value::Null));
     assert_eq!(outcome["error"], call["error"]);
     // The tool is irreversible.
-    let text = "broken; it may have happened, so a retry is not safe";
+    let text = "broken; it may have taken effect, so a retry is not safe";
     let error = json!({
         "code": "RUNTIME_ERROR", "message": text, "detail": [1], "retryable": false
     });
@@ -57,7 +57,10 @@ async fn a_failed_irreversible_call_says_everywhere_that_a_retry_is_not_safe() {
     let mut client = Ws::offering(&api, "c1", json!([offer("pay.tool")])).await;
     let unsafe_retry = |error: &Value| {
         assert_eq!(error["retryable"], false, "{error}");
-        assert!(message(error).contains("it may have happened, so a retry is not safe"), "{error}");
+        assert!(
+            message(error).contains("it may have taken effect, so a retry is not safe"),
+            "{error}"
+        );
     };
     // A batch, in the envelope and in the format of OpenAI.
     let call = json!({ "id": "b", "type": "function",
@@ -133,7 +136,7 @@ async fn a_timeout_error_says_whether_the_call_took_effect() {
     let mut client = Ws::hello(&api, "c1", json!({})).await;
     for (tool, expected, retryable) in [
         ("reads.tool", "it only reads, so calling again is safe", true),
-        ("acts.tool", "it was under way and may have taken effect", false),
+        ("acts.tool", "it was in flight and may have taken effect", false),
     ] {
         // With retries, the first attempt would have a third of the time.
         let mut once = short(1_500);
@@ -150,7 +153,7 @@ async fn a_timeout_error_says_whether_the_call_took_effect() {
     api.invoke("full.tool", json!({})).await;
     let waiting = api.invoke_with("full.tool", short(30)).await;
     let call = api.finished(&waiting).await;
-    assert!(message(&call["error"]).contains("no place was free for full.tool"), "{call}");
+    assert!(message(&call["error"]).contains("no execution slot was free for full.tool"), "{call}");
 }
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]

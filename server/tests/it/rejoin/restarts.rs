@@ -1,13 +1,12 @@
 //! The server is killed, or its disk fails, before the answer was delivered.
 
-use std::process::{Command, Stdio};
-
 use serde_json::{Value, json};
 use toolcrib_bench::model::{ScriptedModel, text_reply, tool_call_reply};
 
 use super::conversations::chat_body;
 use super::{TOOL, payment};
 use crate::support::database::Database;
+use crate::support::faults::fail_flushes;
 use crate::support::process::{PATIENCE, Server, eventually, text};
 
 const WAITING: &str = "/v1/tools/bank.pay/invoke?wait_ms=30000";
@@ -108,41 +107,11 @@ async fn a_conversation_goes_on_after_a_kill_with_postgresql() {
     database.drop().await;
 }
 
-/// Makes every flush of a process fail, until the process ends. Returns false if that is not
-/// possible here.
-async fn fail_flushes(server: &Server) -> bool {
-    let trace = server.directory.path().join("strace.log");
-    let pid = server.pid().to_string();
-    let inject = "inject=fsync,fdatasync:error=EIO";
-    let mut strace = Command::new("strace");
-    strace.args(["-f", "-p", &pid, "-e", "trace=fsync,fdatasync", "-e", inject, "-o"]).arg(&trace);
-    let Ok(mut strace) = strace.stdin(Stdio::null()).stderr(Stdio::null()).spawn() else {
-        return false;
-    };
-    let status = format!("/proc/{pid}/task");
-    let is_traced = || {
-        let mut tasks = std::fs::read_dir(&status).unwrap().flatten();
-        tasks.all(|task| {
-            let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
-            let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
-            tracer.is_none_or(|pid| pid.trim() != "0")
-        })
-    };
-    while !is_traced() {
-        if strace.try_wait().unwrap().is_some() {
-            return false;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-    }
-    true
-}
-
 #[tokio::test]
 async fn a_failed_flush_is_reported_as_unknown_and_joined_after_a_restart() {
     let mut server = Server::ready().await;
     server.register("bank", TOOL, "irreversible").await;
-    if !fail_flushes(&server).await {
-        eprintln!("skipped: strace cannot trace the server here");
+    if !fail_flushes(&server, None).await {
         return;
     }
     let path = "/v1/tools/bank.pay/invoke";

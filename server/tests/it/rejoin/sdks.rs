@@ -17,23 +17,37 @@ fn script_path(name: &str) -> PathBuf {
 
 /// Runs a client whose first connection breaks after the request was sent. The call is made once,
 /// and the client's own retry gets the answer.
-async fn check_client(api_name: &str, mut command: Command) {
+async fn check_client(api_name: &str, command: Command) {
+    let answer = run_with_cut_connection(api_name, command).await;
+    assert_eq!(answer, json!({ "text": "paid 5", "joined": true }), "{api_name}");
+}
+
+/// Runs a client whose first connection breaks after the request was sent, and asserts that the
+/// call was made once. Returns the output of the client.
+pub async fn run_with_cut_connection(api_name: &str, mut command: Command) -> Value {
     let (server, model) = start_paying("irreversible").await;
     let api = server.api();
     let proxy = CuttingProxy::start(&server.address).await;
     command.arg(format!("http://{}/v1", proxy.address)).arg(api_name);
     command.env("NO_PROXY", "127.0.0.1").env("no_proxy", "127.0.0.1").kill_on_drop(true);
-    let client = tokio::spawn(async move { command.output().await.unwrap() });
-    let request = api.poll("bank").await;
+    let mut client = tokio::spawn(async move { command.output().await.unwrap() });
+    let request = tokio::select! {
+        request = api.poll("bank") => request,
+        ended = &mut client => panic!("{api_name}: the client ended early: {:?}", ended.unwrap()),
+    };
     proxy.cut_first_connection();
     api.succeed(text(&request, "tool_call_id"), json!({ "paid": 5 })).await;
     let output = soon("the client's end", client).await.unwrap();
     let (out, err) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{api_name}: {out}\n{err}");
-    let answer: Value = serde_json::from_str(&out).unwrap();
-    assert_eq!(answer, json!({ "text": "paid 5", "joined": true }), "{api_name}");
+    let last = out.lines().last().unwrap_or_default();
+    let answer: Value = serde_json::from_str(last).unwrap_or_else(|_| panic!("{out}\n{err}"));
     assert_eq!((count_calls(&api).await, model.requests().len()), (1, 2), "{api_name}");
+    // The conversation went on with the result, and did not begin again.
+    let last = model.requests()[1].last_content();
+    assert!(last.contains("paid"), "{api_name}: {last}");
+    answer
 }
 
 #[tokio::test]

@@ -88,7 +88,7 @@ async fn a_replay_with_differences_shows_them_and_exits_with_1() {
     let id = stderr.split_whitespace().find(|word| word.starts_with("run_")).unwrap();
     let (code, stdout, _) = run_command(&server, &["run", "--replay", id]).await;
     assert_eq!(code, 1);
-    assert!(stdout.contains("step 1 went another way"), "{stdout}");
+    assert!(stdout.contains("step 1 differs"), "{stdout}");
     assert!(stdout.contains("recorded  calculation__eval {\"expression\":\"6*7\"}"), "{stdout}");
     assert!(stdout.contains("now       calculation__eval {\"expression\":\"7*7\"}"), "{stdout}");
     let (code, _, stderr) = run_command(&server, &["run", "--replay", "run_nobody"]).await;

@@ -71,8 +71,10 @@ async fn serial_calls_behind_a_late_call_are_late_too() {
     assert_eq!(run["status"], "SUCCEEDED", "{run}");
     assert_eq!(api.call(&ticket(2)).await["result"]["result"], 42);
     let bodies: String = model.requests().iter().map(|request| request.body.to_string()).collect();
-    for notice in ["called as c1, has come", "called as c2, has come", "called as c3, has come"] {
-        assert!(bodies.contains(notice), "{notice}: {bodies}");
+    for late_message in
+        ["called as c1, has come", "called as c2, has come", "called as c3, has come"]
+    {
+        assert!(bodies.contains(late_message), "{late_message}: {bodies}");
     }
 }
 
@@ -102,7 +104,7 @@ async fn a_run_past_its_time_limit_starts_no_more_calls() {
         assert_eq!(run["answer"], "Not all was done.");
         assert_eq!(run["calls"].as_array().unwrap().len(), 1, "{run}");
         assert!(
-            model.requests()[1].body.to_string().contains("not begun"),
+            model.requests()[1].body.to_string().contains("not started: the wait ended"),
             "the model must learn of the skipped call"
         );
         return;

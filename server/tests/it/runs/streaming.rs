@@ -86,9 +86,9 @@ async fn a_truncated_answer_is_announced_as_void() {
 
 #[tokio::test]
 async fn a_replay_requests_the_model_and_makes_no_calls() {
-    let same = [eval("c1", "6*7"), text_reply("It is 42.")];
+    let script = [eval("c1", "6*7"), text_reply("It is 42.")];
     let other = [eval("c1", "7*7"), text_reply("It is 49.")];
-    let replies = same.clone().into_iter().chain(same).chain(other);
+    let replies = script.clone().into_iter().chain(script).chain(other);
     let (server, model) = start_with_model(replies).await;
     let api = server.api();
     let id = run_to_end(&api, question("?")).await["run_id"].as_str().unwrap().to_owned();

@@ -97,6 +97,11 @@ impl Server {
         self
     }
 
+    /// Sets or removes the wrapper of the next start.
+    pub fn set_wrapper(&mut self, wrapper: Vec<String>) {
+        self.wrapper = wrapper;
+    }
+
     /// Sets the data directory; the default is `data` in the server's directory.
     pub fn with_data_dir(mut self, data_dir: &Path) -> Self {
         self.data_dir = Some(data_dir.to_owned());
@@ -156,6 +161,27 @@ impl Server {
             assert!(waited < PATIENCE, "not ready after {waited:?}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
+    }
+
+    /// Waits until the server is ready. Returns false if its process ended before.
+    pub async fn is_ready(&mut self) -> bool {
+        let (began, url) = (Instant::now(), self.url("/readyz"));
+        loop {
+            if self.has_ended() {
+                return false;
+            }
+            let answer = self.http.get(&url).send().await;
+            if answer.is_ok_and(|answer| answer.status() == StatusCode::OK) {
+                return true;
+            }
+            assert!(began.elapsed() < PATIENCE, "not ready after {PATIENCE:?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Returns true if the process has ended by itself.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some())
     }
 
     /// Sends SIGKILL.

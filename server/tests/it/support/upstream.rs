@@ -47,6 +47,8 @@ pub struct Shared {
     list_changes: watch::Sender<u64>,
     /// Never answers a request for the list of tools if set.
     pub deaf: AtomicBool,
+    /// Number of requests for the list of tools so far.
+    pub list_requests: AtomicU64,
     /// Number of subscriptions so far.
     pub listened: AtomicU64,
     hung_up: watch::Sender<u64>,
@@ -378,6 +380,7 @@ impl ServerHandler for Fixture {
         _params: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
+        self.shared.list_requests.fetch_add(1, Ordering::SeqCst);
         if self.shared.deaf.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
         }

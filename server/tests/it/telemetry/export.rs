@@ -155,7 +155,7 @@ async fn an_unreachable_endpoint_only_writes_a_log_line() {
         server.evaluated(&n.to_string()).await;
     }
     until("a log line", || async {
-        server.log().contains("the OTLP endpoint does not take them").then_some(())
+        server.log().contains("the OTLP endpoint does not accept the data").then_some(())
     })
     .await;
     // The endpoint is available again: new spans arrive.
@@ -167,7 +167,7 @@ async fn an_unreachable_endpoint_only_writes_a_log_line() {
     .await;
     endpoint.spans_of(call["tool_call_id"].as_str().unwrap(), 2).await;
     assert!(server.stop().await.success());
-    let warnings = server.log().matches("the OTLP endpoint does not take them").count();
+    let warnings = server.log().matches("the OTLP endpoint does not accept the data").count();
     assert!(warnings <= 2, "at most one warning for spans and one for metrics:\n{}", server.log());
 }
 

@@ -24,7 +24,7 @@ async fn tools_of_a_stdio_upstream_are_listed_and_called() {
     let failed = call(&api, "fixture.fail", json!({})).await;
     assert_eq!(failed["error"]["code"], "RUNTIME_ERROR", "{failed}");
     let message = failed["error"]["message"].as_str().unwrap();
-    assert_eq!(message, "it cannot be done; it may have happened, so a retry is not safe");
+    assert_eq!(message, "it cannot be done; it may have taken effect, so a retry is not safe");
     let path = "/v1/tools/fixture.add/invoke";
     let body = json!({ "run_id": "r", "args": { "a": "x" } });
     api.post(path, body).await.refused(422, "VALIDATION_ERROR");

@@ -175,7 +175,7 @@ async fn over_stdio_an_ambiguous_elicitation_reaches_no_call() {
         let ended = api.finished(id).await;
         assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
         let message = ended["error"]["message"].as_str().unwrap();
-        assert!(message.contains("which call a question is for"), "{message}");
+        assert!(message.contains("which call a request belongs to"), "{message}");
     }
     // A later elicitation is unambiguous again.
     let id = api.invoke("fixture.ask", json!({})).await;

@@ -46,7 +46,7 @@ async fn the_tools_of_an_upstream_that_is_away_say_so() {
     })
     .await;
     let reason = tool["unavailable_reason"].as_str().unwrap();
-    assert!(reason.starts_with("the MCP server fixture is not there: "), "{reason}");
+    assert!(reason.starts_with("the MCP server fixture is not available: "), "{reason}");
 }
 
 #[tokio::test]

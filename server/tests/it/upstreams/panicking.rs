@@ -63,7 +63,7 @@ async fn an_upstream_whose_supervisor_panics_is_restarted() {
         Some(current_state()).filter(|state| state.phase == UpstreamPhase::Waiting)
     })
     .await;
-    assert!(waiting.problem.unwrap().contains("a fault of Toolcrib's own"));
+    assert!(waiting.problem.unwrap().contains("an internal error of Toolcrib"));
     until("it to be there", || async {
         (current_state().phase == UpstreamPhase::Ready).then_some(())
     })

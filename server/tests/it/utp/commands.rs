@@ -184,8 +184,8 @@ async fn an_unanswerable_command_becomes_a_dead_letter() {
     assert_eq!(stderr.trim(), format!("{dead_id} was published again"));
     let (list, _) = run_cli(&fixture.server, &["utp", "dead-letters", "--json"]).await;
     let list: Value = list.parse().unwrap();
-    let same = |dead_letter: &&Value| dead_letter["id"] == dead_id;
-    let again = list["dead_letters"].as_array().unwrap().iter().find(same).unwrap();
+    let is_same = |dead_letter: &&Value| dead_letter["id"] == dead_id;
+    let again = list["dead_letters"].as_array().unwrap().iter().find(is_same).unwrap();
     assert_eq!(again["last_try"], "published again");
     fixture.peer.command(SERVED, command.payload.to_string().into_bytes()).await;
     assert_eq!(fixture.api.finished(&id).await["result"], json!({ "x": 2 }));

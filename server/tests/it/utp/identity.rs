@@ -135,7 +135,7 @@ async fn a_v1r4_tool_service_reads_the_identity_from_headers() {
     drop(host);
     let _host = nats.host_version("v1r4", "later", make).await;
     let call = api.finished(&id).await;
-    assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
+    assert!(call["error"]["message"].as_str().unwrap().contains("may have taken effect"), "{call}");
     assert_eq!(call["error"]["code"], "OUTCOME_UNKNOWN", "{call}");
     assert_eq!(call["error"]["retryable"], false, "{call}");
     assert_eq!(executions.load(Ordering::SeqCst), 1);
@@ -191,8 +191,11 @@ async fn headers_that_contradict_the_subject_are_rejected() {
         .await;
     }
     assert_eq!(api.call(&id).await["status"], "PENDING", "no message was applied");
-    let same = [("CG-Project-Id", "default")];
-    assert_eq!(peer.request_in("default", "sys.l0.report", report_body, &same).await["ok"], true);
+    let same_project = [("CG-Project-Id", "default")];
+    assert_eq!(
+        peer.request_in("default", "sys.l0.report", report_body, &same_project).await["ok"],
+        true
+    );
 }
 
 #[tokio::test]

@@ -270,8 +270,11 @@ async fn a_report_with_a_second_result_card_is_rejected() {
         )
         .await;
     // An equal card with another id is accepted.
-    let same = result_card(command, "r3", "success", json!({ "n": "r1" }));
-    assert_eq!(fixture.report(report_with_card(command, "r3", "success", same)).await["ok"], true);
+    let same_card = result_card(command, "r3", "success", json!({ "n": "r1" }));
+    assert_eq!(
+        fixture.report(report_with_card(command, "r3", "success", same_card)).await["ok"],
+        true
+    );
     assert_eq!(fixture.api.finished(&id).await["result"], json!({ "n": "r1" }));
     // After the end of the call, the first result stays, and other reports are late.
     let other = result_card(command, "r4", "success", json!({ "n": "r4" }));
@@ -415,11 +418,11 @@ async fn cards_are_validated_before_they_are_stored() {
     let stored = api.post("/v1/cards", good.clone()).await.is(201);
     let id = stored["card_id"].as_str().unwrap();
     assert_eq!(api.get(&format!("/v1/cards/{id}")).await.is(200), stored);
-    let mut same = good.clone();
-    same["card_id"] = json!(id);
-    api.post("/v1/cards", same.clone()).await.is(200);
-    same["metadata"] = json!({ "note": "changed" });
-    api.post("/v1/cards", same).await.refused(409, "CONFLICT");
+    let mut same_card = good.clone();
+    same_card["card_id"] = json!(id);
+    api.post("/v1/cards", same_card.clone()).await.is(200);
+    same_card["metadata"] = json!({ "note": "changed" });
+    api.post("/v1/cards", same_card).await.refused(409, "CONFLICT");
     let result = json!({
         "type": "tool.result",
         "author_id": "t",

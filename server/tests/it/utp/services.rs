@@ -38,17 +38,109 @@ async fn start(mut command: Command, word: &'static str) -> ChildGuard {
     guard
 }
 
-/// Returns a Python with nats-py, which `./scripts/test` installs.
+/// Returns a Python with nats-py, which `./scripts/test` installs, and with the kit.
 fn python() -> Command {
-    Command::new(std::env::var("TOOLCRIB_TEST_PYTHON").unwrap_or_else(|_| "python3".into()))
+    let name = std::env::var("TOOLCRIB_TEST_PYTHON").unwrap_or_else(|_| "python3".into());
+    let mut command = Command::new(name);
+    command.env("PYTHONPATH", repository("sdk/python/src")).env("PYTHONDONTWRITEBYTECODE", "1");
+    command
+}
+
+fn repository(path: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+/// A tool service that appends to a file when its handler starts, and then works for a while.
+const SLOW_SERVICE: &str = r#"
+import asyncio, os
+from toolcrib_sdk.utp import Service
+service = Service(os.environ["NATS_URL"], ack_wait_s=2, target="slow")
+@service.tool("bank.pay")
+@service.tool("file.scan")
+async def work(args, call):
+    with open(os.environ["STARTED"], "a") as file:
+        file.write(call.tool_call_id + "\n")
+    await asyncio.sleep(args["seconds"])
+    return {"done": True}
+service.run()
+"#;
+
+#[test]
+fn the_python_kit_passes_its_own_tests() {
+    let mut command = python();
+    command.args(["-m", "unittest", "discover", "-s"]).arg(repository("sdk/python/tests"));
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !text.contains("Ran 0 tests"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_python_service_built_from_the_parts_executes_calls() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    api.post("/projects/default/tools", tool("text.count", "count", json!({}))).await.is(201);
+    let mut command = python();
+    command.arg(repository("sdk/python/tests/minimal_service.py")).env("NATS_URL", nats.url());
+    let _service = start(command, "ready").await;
+    let id = api.invoke("text.count", json!({ "text": "one two three" })).await;
+    assert_eq!(api.finished(&id).await["result"], json!({ "words": 3 }));
+    let id = api.invoke("text.count", json!({ "nothing": true })).await;
+    let call = api.finished(&id).await;
+    assert_eq!(
+        (&call["status"], &call["error"]["code"]),
+        (&json!("FAILED"), &json!("RUNTIME_ERROR"))
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_python_service_starts_only_repeatable_calls_again() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    for (name, effect) in [("bank.pay", "irreversible"), ("file.scan", "read")] {
+        let more = json!({ "effect": effect });
+        api.post("/projects/default/tools", tool(name, "slow", more)).await.is(201);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (script, started) = (folder.path().join("service.py"), folder.path().join("started"));
+    std::fs::write(&script, SLOW_SERVICE).unwrap();
+    let service = || {
+        let mut command = python();
+        command.arg(&script).env("NATS_URL", nats.url()).env("STARTED", &started);
+        start(command, "ready")
+    };
+    let starts = |id: &str| {
+        let text = std::fs::read_to_string(&started).unwrap_or_default();
+        text.lines().filter(|line| *line == id).count()
+    };
+    let first = service().await;
+    let pay = api.invoke("bank.pay", json!({ "seconds": 60 })).await;
+    // Longer than the broker waits for an acknowledgement.
+    let scan = api.invoke("file.scan", json!({ "seconds": 5 })).await;
+    until("both handlers to start", || async { (starts(&pay) + starts(&scan) == 2).then_some(()) })
+        .await;
+    assert_eq!(api.finished(&scan).await["result"], json!({ "done": true }));
+    assert_eq!(starts(&scan), 1, "heartbeats keep the command");
+    let scan = api.invoke("file.scan", json!({ "seconds": 2 })).await;
+    until("the handler to start", || async { (starts(&scan) == 1).then_some(()) }).await;
+    drop(first);
+    let _second = service().await;
+    let call = api.finished(&pay).await;
+    assert_eq!(
+        (&call["status"], &call["error"]["code"]),
+        (&json!("FAILED"), &json!("OUTCOME_UNKNOWN"))
+    );
+    assert_eq!(api.finished(&scan).await["status"], "SUCCEEDED");
+    assert_eq!((starts(&pay), starts(&scan)), (1, 2));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_python_example_executes_calls() {
     let Some(mut nats) = Nats::start().await else { return };
-    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python/utp_service.py");
+    let file = repository("examples/python/utp_service.py");
     let lines = std::fs::read_to_string(&file).unwrap().lines().count();
-    assert!(lines < 60, "a tool service in under 60 lines, not {lines}");
+    assert!(lines < 15, "a tool service in under 15 lines, not {lines}");
     let server = nats.server().await;
     let api = server.api();
     api.post("/projects/default/tools", tool("text.count", "count", json!({}))).await.is(201);
@@ -92,7 +184,7 @@ async fn the_python_example_executes_calls() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_python_example_executes_v1r4_calls() {
     let Some(nats) = Nats::start().await else { return };
-    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python/utp_service.py");
+    let file = repository("examples/python/utp_service.py");
     let url = nats.url();
     let server = crate::support::Server::with(|config| {
         config.nats.url = Some(url);

@@ -356,15 +356,15 @@ async fn a_lease_is_exclusive_and_expires() {
     let dotted = json!({ "agent_turn_id": "a.b" });
     fixture.api.post("/v1/agents/ada/turns", dotted).await.refused(422, "VALIDATION_ERROR");
     let turn = fixture.lease(json!({ "agent_turn_id": "t0" })).await;
-    let same = json!({ "agent_turn_id": "t0" });
-    fixture.api.post("/v1/agents/ada/turns", same).await.refused(409, "CONFLICT");
+    let same_turn = json!({ "agent_turn_id": "t0" });
+    fixture.api.post("/v1/agents/ada/turns", same_turn).await.refused(409, "CONFLICT");
     let renewed = fixture.act(&turn, "renew", json!({ "turn_epoch": 1 })).await.is(200);
     assert!(renewed["lease_until_ms"].as_u64() >= turn["lease_until_ms"].as_u64());
     fixture.act(&turn, "suspend", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
     let turn = fixture.lease(json!({ "agent_turn_id": "t1", "lease_ms": 1_000 })).await;
-    let same = json!({ "agent_turn_id": "t1" });
+    let same_turn = json!({ "agent_turn_id": "t1" });
     let again = until("the lease to run out", || async {
-        let answer = fixture.api.post("/v1/agents/ada/turns", same.clone()).await;
+        let answer = fixture.api.post("/v1/agents/ada/turns", same_turn.clone()).await;
         (answer.status == 201).then_some(answer.body)
     })
     .await;

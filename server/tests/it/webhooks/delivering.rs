@@ -62,7 +62,7 @@ async fn webhooks_report_failures_and_work_for_every_tool() {
     let got = receiver.received(1).await.pop().unwrap().json();
     assert_eq!((&got["type"], &got["data"]["status"]), (&json!("task.failed"), &json!("failed")));
     let message = got["data"]["error"]["message"].as_str().unwrap();
-    assert_eq!(message, "no paper; it may have happened, so a retry is not safe");
+    assert_eq!(message, "no paper; it may have taken effect, so a retry is not safe");
     assert_eq!(got["data"]["error"]["retryable"], false);
     assert_eq!(got["data"]["error"]["code"], "RUNTIME_ERROR");
     let canceled = fixture.invoke_task(&receiver, json!({})).await;

@@ -99,19 +99,19 @@ impl ExpressionEvaluator {
         }
     }
 
-    /// Parses operators that bind at least this strongly, and evaluates them if `live`.
-    fn expression(&mut self, min_precedence: u8, live: bool) -> Result<Value, String> {
+    /// Parses operators that bind at least this strongly, and evaluates them if `evaluates`.
+    fn expression(&mut self, min_precedence: u8, evaluates: bool) -> Result<Value, String> {
         self.depth += 1;
         if self.depth > MAX_DEPTH {
             return Err(self.error_at_token(format!(
                 "it nests deeper than {MAX_DEPTH} levels: calculate a part of it first"
             )));
         }
-        let mut left = self.operand(live)?;
+        let mut left = self.operand(evaluates)?;
         loop {
             if *self.peek() == ExpressionToken::Bang && FACTORIAL >= min_precedence {
                 self.next += 1;
-                if live {
+                if evaluates {
                     left = functions::factorial(value::to_integer(left, "a factorial")?)?;
                 }
                 continue;
@@ -123,12 +123,12 @@ impl ExpressionEvaluator {
             }
             self.next += 1;
             let decided = match op {
-                BinaryOperator::And => live && !value::to_bool(left, "&&")?,
-                BinaryOperator::Or => live && value::to_bool(left, "||")?,
+                BinaryOperator::And => evaluates && !value::to_bool(left, "&&")?,
+                BinaryOperator::Or => evaluates && value::to_bool(left, "||")?,
                 _ => false,
             };
-            let right = self.expression(binds_right, live && !decided)?;
-            if live && !decided {
+            let right = self.expression(binds_right, evaluates && !decided)?;
+            if evaluates && !decided {
                 left = value::apply(op, left, right)?;
             }
         }
@@ -137,25 +137,25 @@ impl ExpressionEvaluator {
     }
 
     /// Parses one value, with any prefix operators.
-    fn operand(&mut self, live: bool) -> Result<Value, String> {
+    fn operand(&mut self, evaluates: bool) -> Result<Value, String> {
         match self.take() {
             ExpressionToken::Value(value) => Ok(value),
             ExpressionToken::Op(BinaryOperator::Subtract) => {
-                let value = self.expression(SIGN, live)?;
-                if live { value::negate(value) } else { Ok(value) }
+                let value = self.expression(SIGN, evaluates)?;
+                if evaluates { value::negate(value) } else { Ok(value) }
             }
             ExpressionToken::Op(BinaryOperator::Add) => {
-                let value = self.expression(SIGN, live)?;
-                if live { value::to_float(value).map(|_| value) } else { Ok(value) }
+                let value = self.expression(SIGN, evaluates)?;
+                if evaluates { value::to_float(value).map(|_| value) } else { Ok(value) }
             }
-            ExpressionToken::Bang => self.negation(SIGN, live),
-            ExpressionToken::Not => self.negation(NOT, live),
+            ExpressionToken::Bang => self.negation(SIGN, evaluates),
+            ExpressionToken::Not => self.negation(NOT, evaluates),
             ExpressionToken::Open => {
-                let value = self.expression(0, live)?;
+                let value = self.expression(0, evaluates)?;
                 self.expect_close()?;
                 Ok(value)
             }
-            ExpressionToken::Name(name) => self.constant_or_call(&name, live),
+            ExpressionToken::Name(name) => self.constant_or_call(&name, evaluates),
             other => {
                 self.next -= 1;
                 Err(self.error_at_token(format!("a number is missing before {}", other.display())))
@@ -163,9 +163,13 @@ impl ExpressionEvaluator {
         }
     }
 
-    fn negation(&mut self, binds: u8, live: bool) -> Result<Value, String> {
-        let value = self.expression(binds, live)?;
-        if live { value::to_bool(value, "!").map(|truth| Value::Bool(!truth)) } else { Ok(value) }
+    fn negation(&mut self, binds: u8, evaluates: bool) -> Result<Value, String> {
+        let value = self.expression(binds, evaluates)?;
+        if evaluates {
+            value::to_bool(value, "!").map(|truth| Value::Bool(!truth))
+        } else {
+            Ok(value)
+        }
     }
 
     fn expect_close(&mut self) -> Result<(), String> {
@@ -184,7 +188,7 @@ impl ExpressionEvaluator {
     }
 
     /// Parses a constant or a function call.
-    fn constant_or_call(&mut self, name: &str, live: bool) -> Result<Value, String> {
+    fn constant_or_call(&mut self, name: &str, evaluates: bool) -> Result<Value, String> {
         if *self.peek() != ExpressionToken::Open {
             if functions::is_function(name) {
                 return Err(self
@@ -197,27 +201,27 @@ impl ExpressionEvaluator {
         }
         self.next += 1;
         if name == "if" {
-            return self.conditional(live);
+            return self.conditional(evaluates);
         }
         let mut args = Vec::new();
         if *self.peek() != ExpressionToken::Close {
-            args.push(self.expression(0, live)?);
+            args.push(self.expression(0, evaluates)?);
             while *self.peek() == ExpressionToken::Comma {
                 self.next += 1;
-                args.push(self.expression(0, live)?);
+                args.push(self.expression(0, evaluates)?);
             }
         }
         self.expect_close()?;
-        if live { functions::call(name, &args) } else { Ok(Value::Int(0)) }
+        if evaluates { functions::call(name, &args) } else { Ok(Value::Int(0)) }
     }
 
-    fn conditional(&mut self, live: bool) -> Result<Value, String> {
-        let condition = self.expression(0, live)?;
-        let holds = live && value::to_bool(condition, "if")?;
+    fn conditional(&mut self, evaluates: bool) -> Result<Value, String> {
+        let condition = self.expression(0, evaluates)?;
+        let holds = evaluates && value::to_bool(condition, "if")?;
         self.expect_comma()?;
-        let then = self.expression(0, live && holds)?;
+        let then = self.expression(0, evaluates && holds)?;
         self.expect_comma()?;
-        let otherwise = self.expression(0, live && !holds)?;
+        let otherwise = self.expression(0, evaluates && !holds)?;
         self.expect_close()?;
         Ok(if holds { then } else { otherwise })
     }

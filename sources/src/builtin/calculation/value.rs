@@ -20,9 +20,9 @@ pub enum Value {
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Int(whole) => write!(f, "{whole}"),
+            Self::Int(integer) => write!(f, "{integer}"),
             Self::Float(number) => write!(f, "{number:?}"),
-            Self::Bool(truth) => write!(f, "{truth}"),
+            Self::Bool(boolean) => write!(f, "{boolean}"),
         }
     }
 }
@@ -92,9 +92,9 @@ pub fn exact_integer(number: f64) -> Option<i64> {
 /// Converts the value to a float, for operations on floats.
 pub fn to_float(value: Value) -> Result<f64, String> {
     match value {
-        Value::Int(whole) => Ok(whole as f64),
+        Value::Int(integer) => Ok(integer as f64),
         Value::Float(number) => Ok(number),
-        Value::Bool(truth) => Err(format!("{truth} is not a number")),
+        Value::Bool(boolean) => Err(format!("{boolean} is not a number")),
     }
 }
 
@@ -104,14 +104,14 @@ pub fn to_integer(value: Value, subject: &str) -> Result<i64, String> {
         Value::Int(number) => Ok(number),
         Value::Float(number) => exact_integer(number)
             .ok_or_else(|| format!("{subject} needs whole numbers, not {number:?}")),
-        Value::Bool(truth) => Err(format!("{subject} needs whole numbers, not {truth}")),
+        Value::Bool(boolean) => Err(format!("{subject} needs whole numbers, not {boolean}")),
     }
 }
 
 /// Converts the value to a boolean.
 pub fn to_bool(value: Value, subject: &str) -> Result<bool, String> {
     match value {
-        Value::Bool(truth) => Ok(truth),
+        Value::Bool(boolean) => Ok(boolean),
         number => Err(format!(
             "{subject} needs true or false, not {number}: compare it with something, as in x != 0"
         )),
@@ -142,9 +142,9 @@ pub fn checked_integer(number: Option<i64>, subject: impl fmt::Display) -> Resul
 /// Returns the value with its sign changed.
 pub fn negate(value: Value) -> Result<Value, String> {
     match value {
-        Value::Int(whole) => checked_integer(whole.checked_neg(), format_args!("-({whole})")),
+        Value::Int(integer) => checked_integer(integer.checked_neg(), format_args!("-({integer})")),
         Value::Float(number) => Ok(Value::Float(-number)),
-        Value::Bool(truth) => Err(format!("- needs a number, not {truth}")),
+        Value::Bool(boolean) => Err(format!("- needs a number, not {boolean}")),
     }
 }
 
@@ -155,11 +155,11 @@ pub fn apply(op: BinaryOperator, left: Value, right: Value) -> Result<Value, Str
         BinaryOperator::Or => Ok(Value::Bool(to_bool(left, "||")? || to_bool(right, "||")?)),
         BinaryOperator::And => Ok(Value::Bool(to_bool(left, "&&")? && to_bool(right, "&&")?)),
         BinaryOperator::Equal | BinaryOperator::NotEqual => {
-            let same = match (left, right) {
+            let is_same = match (left, right) {
                 (Value::Bool(a), Value::Bool(b)) => a == b,
                 _ => compare(left, right, &expression)? == Ordering::Equal,
             };
-            Ok(Value::Bool(same == (op == BinaryOperator::Equal)))
+            Ok(Value::Bool(is_same == (op == BinaryOperator::Equal)))
         }
         BinaryOperator::Less => Ok(Value::Bool(compare(left, right, &expression)?.is_lt())),
         BinaryOperator::LessEqual => Ok(Value::Bool(compare(left, right, &expression)?.is_le())),
@@ -241,11 +241,11 @@ fn power(base: i64, exponent: i64, expression: &str) -> Result<Value, String> {
         return checked_float((base as f64).powf(exponent as f64), expression);
     }
     // 0, 1 and -1 can be raised to any power.
-    let whole = match (base, u32::try_from(exponent)) {
+    let integer = match (base, u32::try_from(exponent)) {
         (0 | 1, _) => Some(if exponent == 0 { 1 } else { base }),
         (-1, _) => Some(if exponent % 2 == 0 { 1 } else { -1 }),
         (_, Ok(exponent)) => base.checked_pow(exponent),
         (_, Err(_)) => None,
     };
-    checked_integer(whole, expression)
+    checked_integer(integer, expression)
 }

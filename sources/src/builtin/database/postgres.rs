@@ -3,7 +3,7 @@
 //! Each query has its own connection and runs in a read-only transaction that is always rolled
 //! back, through the extended protocol, in which the server accepts only one statement. A read-only
 //! transaction does not restrict a role with access to the server's files or programs, so such a
-//! role is refused. Rows are fetched in small portions and the bytes read from the socket are
+//! role is refused. Rows are fetched in small batches and the bytes read from the socket are
 //! counted, so that a large result never is in memory as a whole. The connection is not encrypted:
 //! use it on a trusted network, or through a tunnel.
 
@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use tokio_postgres::config::SslMode;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{CancelToken, Client, Config, Error, NoTls, Statement, Transaction};
-use toolcrib::project_limiter::ProjectLimiter;
+use toolcrib::ProjectLimiter;
 use toolcrib::{Code, Fault};
 use values::{Cell, Param};
 
@@ -31,14 +31,14 @@ use super::{
 };
 
 /// Number of rows fetched at a time.
-const PORTION: usize = 50;
+const FETCH_SIZE: usize = 50;
 /// Bytes that a connection may receive besides the rows: startup, catalog lookups, rows in flight.
-const OVERHEAD: usize = 1 << 20;
+const OVERHEAD_BYTES: usize = 1 << 20;
 /// Factor by which a row can be larger on the wire than as JSON: a small number takes 12 bytes
 /// there.
-const WIRE: usize = 8;
+const WIRE_FACTOR: usize = 8;
 /// Connection timeout.
-const CONNECT: Duration = Duration::from_secs(3);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Selects the roles, among those the session can assume, that a read-only transaction does not
 /// restrict: they can reach files or programs, or cause effects that a rollback does not undo.
@@ -81,7 +81,7 @@ impl Drop for CancelQueryOnDrop {
         let (token, address) = (self.token.clone(), self.address.clone());
         // The server does not notice by itself that the client of a long query is gone.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        runtime.spawn(timeout(CONNECT, async move {
+        runtime.spawn(timeout(CONNECT_TIMEOUT, async move {
             let Ok(socket) = address.connect().await else { return };
             if let Err(error) = token.cancel_query_raw(socket, NoTls).await {
                 tracing::warn!(%error, "cannot stop a PostgreSQL query");
@@ -144,9 +144,10 @@ impl PostgresDatabase {
         let connecting = async {
             let (socket, address) =
                 socket::connect_first(&self.addresses).await.map_err(|e| unreachable(&e))?;
-            let over = Arc::new(AtomicBool::new(false));
-            let byte_limit = self.limits.max_bytes.saturating_mul(WIRE).saturating_add(OVERHEAD);
-            let socket = ByteLimitedSocket::new(socket, byte_limit, Arc::clone(&over));
+            let byte_limit_hit = Arc::new(AtomicBool::new(false));
+            let byte_limit =
+                self.limits.max_bytes.saturating_mul(WIRE_FACTOR).saturating_add(OVERHEAD_BYTES);
+            let socket = ByteLimitedSocket::new(socket, byte_limit, Arc::clone(&byte_limit_hit));
             let (client, connection) =
                 self.config.connect_raw(socket, NoTls).await.map_err(|error| {
                     let fault = unreachable(&server_message(&error));
@@ -167,10 +168,11 @@ impl PostgresDatabase {
                 connection: task.abort_handle(),
                 running: true,
             };
-            Ok(PostgresSession { client, byte_limit_hit: over, guard })
+            Ok(PostgresSession { client, byte_limit_hit, guard })
         };
-        let late = || Err(unreachable(&format!("no answer within {} ms", CONNECT.as_millis())));
-        timeout(CONNECT, connecting).await.unwrap_or_else(|_| late())
+        let timeout_ms = CONNECT_TIMEOUT.as_millis();
+        let timed_out = || Err(unreachable(&format!("no answer within {timeout_ms} ms")));
+        timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| timed_out())
     }
 
     async fn run(
@@ -180,8 +182,8 @@ impl PostgresDatabase {
     ) -> Result<DatabaseQueryResult, Fault> {
         let start = session.client.build_transaction().read_only(true).start();
         let transaction = start.await.map_err(|error| self.fault(&error))?;
-        let over = Arc::clone(&session.byte_limit_hit);
-        let result = self.run_statement(&transaction, args, &over).await;
+        let byte_limit_hit = Arc::clone(&session.byte_limit_hit);
+        let result = self.run_statement(&transaction, args, &byte_limit_hit).await;
         // Nothing can have been written; if it was, the rollback undoes it.
         let _ = transaction.rollback().await;
         result
@@ -191,7 +193,7 @@ impl PostgresDatabase {
         &self,
         transaction: &Transaction<'_>,
         args: &DatabaseQueryArgs,
-        over: &AtomicBool,
+        byte_limit_hit: &AtomicBool,
     ) -> Result<DatabaseQueryResult, Fault> {
         let failed = |error: Error| self.fault(&error);
         let ms = self.limits.timeout.as_millis();
@@ -219,17 +221,17 @@ impl PostgresDatabase {
         let json_statement = self.with_json_columns(transaction, &args.sql, statement).await?;
         let portal = transaction.bind(&json_statement, &params).await.map_err(failed)?;
         loop {
-            let portion = PORTION.min(self.limits.max_rows + 1 - collected.rows.len());
-            let asked = i32::try_from(portion).unwrap_or(1);
-            let rows = match transaction.query_portal(&portal, asked).await {
+            let fetch_size = FETCH_SIZE.min(self.limits.max_rows + 1 - collected.rows.len());
+            let fetch_count = i32::try_from(fetch_size).unwrap_or(1);
+            let rows = match transaction.query_portal(&portal, fetch_count).await {
                 Ok(rows) => rows,
-                Err(_) if over.load(Ordering::Relaxed) => {
+                Err(_) if byte_limit_hit.load(Ordering::Relaxed) => {
                     collected.note_byte_limit();
                     return Ok(collected.into_result());
                 }
                 Err(error) => return Err(failed(error)),
             };
-            let last = rows.len() < portion;
+            let last = rows.len() < fetch_size;
             for row in rows {
                 let cell = |position| row.try_get::<_, Cell>(position).map(|cell| cell.0);
                 let values = (0..row.len()).map(cell).collect::<Result<Vec<_>, _>>();
@@ -286,9 +288,9 @@ impl PostgresDatabase {
             format!("SELECT {} FROM (\n{inner}\n) AS q ({})", outer.join(", "), aliases.join(", "));
         let types = statement.params();
         transaction.prepare_typed(&wrapped, types).await.map_err(|error| {
-            let plain = |n: &usize| !values::has_decoder(columns[*n].type_());
+            let needs_conversion = |n: &usize| !values::has_decoder(columns[*n].type_());
             let name = |n: usize| format!("{} ({})", columns[n].name(), columns[n].type_());
-            let names: Vec<_> = (0..columns.len()).filter(plain).map(name).collect();
+            let names: Vec<_> = (0..columns.len()).filter(needs_conversion).map(name).collect();
             let fault = self.fault(&error);
             let advice = format!(
                 "{}; the columns {} can only be shown from a SELECT without text after it: write \

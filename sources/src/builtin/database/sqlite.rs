@@ -21,7 +21,7 @@ use rusqlite::{Batch, Connection, Error, ErrorCode, InterruptHandle, OpenFlags, 
 use serde_json::Value;
 use tokio::time::timeout_at;
 use toolcrib::Fault;
-use toolcrib::project_limiter::ProjectLimiter;
+use toolcrib::ProjectLimiter;
 
 use super::{
     DatabaseQueryArgs, DatabaseQueryResult, MAX_SQL, QueryLimits, RowCollector,
@@ -95,9 +95,9 @@ impl SqliteDatabase {
         args: DatabaseQueryArgs,
     ) -> Result<DatabaseQueryResult, Fault> {
         let deadline = Instant::now() + self.limits.timeout;
-        let late = |_| query_timeout_fault(&self.limits);
+        let timed_out = |_| query_timeout_fault(&self.limits);
         let permit = timeout_at(deadline.into(), self.limiter.acquire(project));
-        let permit = permit.await.map_err(late)?;
+        let permit = permit.await.map_err(timed_out)?;
         let stop = Arc::new(QueryInterrupt::default());
         let _guard = InterruptOnDrop(Arc::clone(&stop));
         let (path, limits) = (self.path.clone(), self.limits);
@@ -110,7 +110,7 @@ impl SqliteDatabase {
             run_statement(&connection, &args, limits)
                 .map_err(|problem| query_fault(problem, &limits, denied.get().map(String::as_str)))
         });
-        let answer = timeout_at(deadline.into(), work).await.map_err(late)?;
+        let answer = timeout_at(deadline.into(), work).await.map_err(timed_out)?;
         answer.map_err(|error| Fault::runtime(format!("the query's thread failed: {error}")))?
     }
 }
@@ -128,8 +128,8 @@ fn open(
     let mut connection = Connection::open_with_flags(path, flags)?;
     let _ = stop.interrupt.set(connection.get_interrupt_handle());
     let stop = Arc::clone(stop);
-    let over = move || stop.requested.load(Ordering::Relaxed) || Instant::now() >= deadline;
-    connection.progress_handler(STEPS, Some(over))?;
+    let should_stop = move || stop.requested.load(Ordering::Relaxed) || Instant::now() >= deadline;
+    connection.progress_handler(STEPS, Some(should_stop))?;
     connection.busy_timeout(Duration::from_millis(1_000))?;
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_DEFENSIVE, true)?;
     // A view or column default in the file may not call what a query may not call.
@@ -191,7 +191,7 @@ fn run_statement(
     args: &DatabaseQueryArgs,
     limits: QueryLimits,
 ) -> Result<DatabaseQueryResult, SqliteQueryError> {
-    let one = "only one statement is run: remove what follows the first";
+    let message = "only one statement is run: remove what follows the first";
     let mut batch = Batch::new(connection, &args.sql);
     let Some(mut statement) = batch.next()? else {
         return Err(SqliteQueryError::Refused("sql has no statement in it: write a SELECT".into()));
@@ -200,7 +200,7 @@ fn run_statement(
     // statement.
     match batch.next() {
         Ok(None) => {}
-        _ => return Err(SqliteQueryError::Refused(one.into())),
+        _ => return Err(SqliteQueryError::Refused(message.into())),
     }
     if statement.column_count() == 0 || !statement.readonly() {
         return Err(SqliteQueryError::Refused(

@@ -123,19 +123,19 @@ impl OpenMeteoClient {
         &self,
         name: &str,
         count: u32,
-        asking: &WeatherRequestContext,
+        context: &WeatherRequestContext,
     ) -> Result<Vec<GeocodedPlace>, Fault> {
         let count = count.to_string();
         let query = [("name", name), ("count", &count), ("language", "en"), ("format", "json")];
         let url = build_url(&self.geocoding, "v1/search", &query);
-        self.get::<GeocodingResponse>(url, asking).await.map(|search| search.results)
+        self.get::<GeocodingResponse>(url, context).await.map(|search| search.results)
     }
 
     /// Returns the current weather at a place.
     pub async fn current(
         &self,
         found: GeocodedPlace,
-        asking: &WeatherRequestContext,
+        context: &WeatherRequestContext,
     ) -> Result<CurrentWeather, Fault> {
         let (latitude, longitude) = (found.latitude.to_string(), found.longitude.to_string());
         let query = [
@@ -146,7 +146,7 @@ impl OpenMeteoClient {
         ];
         let url = build_url(&self.forecast, "v1/forecast", &query);
         let host = display_host(&url);
-        let ForecastResponse { timezone, current_units, current } = self.get(url, asking).await?;
+        let ForecastResponse { timezone, current_units, current } = self.get(url, context).await?;
         let is_day = current.is_day != Some(0);
         let Some(weather) = weather_codes::describe_weather_code(current.weather_code, is_day)
         else {
@@ -200,11 +200,11 @@ impl OpenMeteoClient {
     async fn get<T: DeserializeOwned>(
         &self,
         url: Url,
-        asking: &WeatherRequestContext,
+        context: &WeatherRequestContext,
     ) -> Result<T, Fault> {
         let host = display_host(&url);
         let client = self.client().await?;
-        let remaining = asking.deadline.saturating_duration_since(Instant::now());
+        let remaining = context.deadline.saturating_duration_since(Instant::now());
         let failed = |error: reqwest::Error| {
             let reason = if error.is_timeout() {
                 "no answer in time".into()
@@ -214,7 +214,7 @@ impl OpenMeteoClient {
             Fault::unreachable(format!("{host} cannot be reached: {reason}"))
         };
         let mut request = client.get(url).timeout(remaining);
-        if let Some(traceparent) = &asking.traceparent {
+        if let Some(traceparent) = &context.traceparent {
             request = request.header("traceparent", traceparent.to_string());
         }
         let mut response = request.send().await.map_err(failed)?;

@@ -30,7 +30,7 @@ pub(super) fn outcome_from_result(
     let words: Vec<&str> = words.map(|block| block.text.as_str()).collect();
     let words: String = words.join("\n").chars().take(4_000).collect();
     let message = match words.trim() {
-        "" => format!("{} failed without saying why", attempt.tool),
+        "" => format!("{} failed and gave no reason", attempt.tool),
         text => text.to_owned(),
     };
     let fault = Fault::runtime(message);
@@ -54,7 +54,7 @@ fn uncertain_outcome_fault(attempt: &Attempt, message: String) -> Fault {
     match attempt.effect {
         Effect::Irreversible => {
             let message = format!(
-                "{message}; it may have happened, and was not tried again: a retry is not safe"
+                "{message}; it may have taken effect and was not retried: a retry is not safe"
             );
             Fault::new(Code::OutcomeUnknown, message).retryable(false)
         }
@@ -70,12 +70,12 @@ pub(super) fn overloaded_fault(
     status: u16,
     after_ms: Option<u64>,
 ) -> Fault {
-    let when = after_ms.map(|ms| format!(", to come again after {} s", ms.div_ceil(1_000)));
+    let when = after_ms.map(|ms| format!(", retry after {} s", ms.div_ceil(1_000)));
     let when = when.unwrap_or_default();
     let tool = &attempt.tool;
     let message = match status {
-        429 | 503 => format!("{name} turned {tool} away (HTTP {status}{when})"),
-        _ => format!("{name} did not answer {tool} properly (HTTP {status}{when})"),
+        429 | 503 => format!("{name} rejected {tool} (HTTP {status}{when})"),
+        _ => format!("{name} returned an invalid response to {tool} (HTTP {status}{when})"),
     };
     let fault = match status {
         429 => Fault::new(Code::RateLimited, message).without_side_effect(),
@@ -92,7 +92,7 @@ fn http_refusal_fault(name: &str, attempt: &Attempt, error: &ServiceError) -> Op
             Some(overloaded_fault(name, attempt, refusal.status, after_ms))
         }
         HttpTransportError::AuthRequired(_) | HttpTransportError::InsufficientScope(_) => {
-            Some(Fault::unreachable(format!("{name} does not let us in")))
+            Some(Fault::unreachable(format!("{name} refused the credentials")))
         }
         _ => None,
     }
@@ -104,25 +104,26 @@ const URL_ELICITATION_REQUIRED: i32 = -32042;
 /// Returns those URLs as elicitations. The tool has not started, and is called again once they were
 /// opened.
 pub(super) fn url_elicitations(error: &ErrorData) -> Option<Map<String, Value>> {
-    let asked = error.data.as_ref().filter(|_| error.code.0 == URL_ELICITATION_REQUIRED)?;
-    let asked = asked.get("elicitations")?.as_array()?.iter().filter_map(|asked| {
-        let key = asked.get("elicitationId")?.as_str()?.to_owned();
-        let mut params = asked.as_object()?.clone();
+    let data = error.data.as_ref().filter(|_| error.code.0 == URL_ELICITATION_REQUIRED)?;
+    let elicitations = data.get("elicitations")?.as_array()?.iter();
+    let questions = elicitations.filter_map(|elicitation| {
+        let key = elicitation.get("elicitationId")?.as_str()?.to_owned();
+        let mut params = elicitation.as_object()?.clone();
         params.insert("mode".to_owned(), "url".into());
         let question = json!({ "method": "elicitation/create", "params": params });
         // Skips entries that are not valid elicitations.
         serde_json::from_value::<InputRequest>(question.clone()).ok()?;
         Some((key, question))
     });
-    let asked: Map<String, Value> = asked.collect();
-    (!asked.is_empty()).then_some(asked)
+    let questions: Map<String, Value> = questions.collect();
+    (!questions.is_empty()).then_some(questions)
 }
 
 /// Returns the fault for a call whose required URLs were not opened, if that is the case.
 pub(super) fn url_not_opened_fault(attempt: &Attempt) -> Option<Fault> {
     let answers = attempt.elicitation.as_ref().map(|elicitation| &elicitation.answers);
     let refused = answers.into_iter().flatten().any(|(_, answer)| answer["action"] != "accept");
-    let message = || format!("{} needs an address to be opened, and it was not", attempt.tool);
+    let message = || format!("{} requires a URL to be opened, which was not done", attempt.tool);
     refused.then(|| Fault::runtime(message()).without_side_effect().retryable(false))
 }
 
@@ -149,7 +150,8 @@ pub(super) fn fault_from_error(
                     Fault::new(Code::ToolNotFound, format!("{name}: {text}")).without_side_effect()
                 }
                 ErrorCode::MISSING_REQUIRED_CLIENT_CAPABILITY => {
-                    let message = format!("{name} needs what Toolcrib cannot do for it: {text}");
+                    let message =
+                        format!("{name} requires a capability that Toolcrib does not have: {text}");
                     Fault::new(Code::UpstreamUnavailable, message)
                         .without_side_effect()
                         .retryable(false)
@@ -175,7 +177,7 @@ pub(super) fn fault_from_error(
             let reason = problem.unwrap_or(text);
             uncertain_outcome_fault(
                 attempt,
-                format!("{name} did not answer {} properly: {reason}", attempt.tool),
+                format!("{name} returned an invalid response to {}: {reason}", attempt.tool),
             )
         }
     }

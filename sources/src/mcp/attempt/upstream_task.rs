@@ -19,7 +19,8 @@ use super::{McpResumeState, UpstreamAttempt, outcome};
 use crate::mcp::connection::LiveConnection;
 use crate::mcp::upstream::in_flight::CANCEL_TIMEOUT;
 
-/// Bounds and default of the polling interval in milliseconds, whatever the upstream asks for.
+/// Bounds and default of the polling interval in milliseconds, regardless of the upstream's
+/// request.
 const MIN_POLL_MS: u64 = 50;
 const MAX_POLL_MS: u64 = 30_000;
 const DEFAULT_POLL_MS: u64 = 1_000;
@@ -86,18 +87,18 @@ impl UpstreamAttempt {
                     }
                 }
             };
-            let asked = tokio::select! {
-                asked = connected.peer.get_task(GetTaskParams::new(task.clone())) => asked,
+            let response = tokio::select! {
+                response = connected.peer.get_task(GetTaskParams::new(task.clone())) => response,
                 () = token.cancelled() => return self.cancel_task(&connected, task).await,
             };
-            let wait = match asked {
+            let wait = match response {
                 Ok(found) => match self.evaluate_task(&task, found.task) {
                     Ok(wait) => wait,
                     Err(end) => return end,
                 },
                 Err(ServiceError::McpError(error)) if is_task_lost(error.code) => {
                     let message = format!(
-                        "{} does not know its task any more ({}): what became of it is unknown",
+                        "{} no longer knows its task ({}): the outcome is unknown",
                         self.upstream.settings.name,
                         self.upstream.redact(&error.message)
                     );
@@ -125,14 +126,14 @@ impl UpstreamAttempt {
                 Ok(Duration::from_millis(wait))
             }
             TaskPayload::InputRequired { input_requests } => {
-                let asked = input_requests
+                let questions = input_requests
                     .into_iter()
                     .filter_map(|(key, request)| Some((key, serde_json::to_value(request).ok()?)));
                 let note =
                     McpResumeState { task: Some(task.to_owned()), ..McpResumeState::default() }
                         .text();
                 Err(StartResult::NeedsInput(ElicitationRequest {
-                    questions: asked.collect(),
+                    questions: questions.collect(),
                     source_state: note,
                 }))
             }
@@ -142,7 +143,7 @@ impl UpstreamAttempt {
                     Ok(result) => outcome::outcome_from_result(&self.attempt, result),
                     Err(_) => {
                         let name = &self.upstream.settings.name;
-                        let message = format!("the task of {name} ended with what is no result");
+                        let message = format!("the task of {name} ended with an invalid result");
                         Err(outcome::malformed_answer_fault(&self.attempt, message))
                     }
                 };

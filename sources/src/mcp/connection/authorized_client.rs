@@ -72,12 +72,12 @@ impl AuthorizedClient {
     async fn retry_with_token<T, F>(
         &self,
         first_token: Option<String>,
-        ask: impl FnMut(Option<String>) -> F,
+        send: impl FnMut(Option<String>) -> F,
     ) -> Result<T, HttpTransportError>
     where
         F: Future<Output = Result<T, HttpTransportError>>,
     {
-        self.retry_refused(first_token, ask, |answer| challenge_from_error(answer.as_ref().err()?))
+        self.retry_refused(first_token, send, |answer| challenge_from_error(answer.as_ref().err()?))
             .await
     }
 
@@ -87,8 +87,9 @@ impl AuthorizedClient {
         &self,
         make: impl Fn(&reqwest::Client, Option<&str>) -> RequestBuilder,
     ) -> Result<Response, reqwest::Error> {
-        let ask = |token: Option<String>| make(&self.client, token.as_deref()).send();
-        self.retry_refused(None, ask, |answer| challenge_from_response(answer.as_ref().ok()?)).await
+        let send = |token: Option<String>| make(&self.client, token.as_deref()).send();
+        self.retry_refused(None, send, |answer| challenge_from_response(answer.as_ref().ok()?))
+            .await
     }
 
     /// Sends a request with the current token, and again with another one while it is refused.
@@ -96,17 +97,17 @@ impl AuthorizedClient {
     async fn retry_refused<T, E, F>(
         &self,
         first_token: Option<String>,
-        mut ask: impl FnMut(Option<String>) -> F,
+        mut send: impl FnMut(Option<String>) -> F,
         challenge_in: impl Fn(&Result<T, E>) -> Option<AuthChallenge>,
     ) -> Result<T, E>
     where
         F: Future<Output = Result<T, E>>,
     {
-        let Some(authorizer) = &self.authorizer else { return ask(first_token).await };
+        let Some(authorizer) = &self.authorizer else { return send(first_token).await };
         let mut token = authorizer.token().await;
         let mut retries_left = MAX_TOKEN_RETRIES;
         loop {
-            let answer = ask(token.as_deref().map(str::to_owned)).await;
+            let answer = send(token.as_deref().map(str::to_owned)).await;
             let Some(challenge) = challenge_in(&answer) else {
                 if answer.is_ok() {
                     authorizer.record_accepted(token.as_deref());
@@ -135,9 +136,9 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
     ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
         let limit = MAX_MESSAGE_BYTES;
-        let asking = self
+        let response = self
             .post_message_with_max_sse_event_size(uri, message, session_id, token, headers, limit);
-        asking.await
+        response.await
     }
 
     async fn post_message_with_max_sse_event_size(
@@ -192,7 +193,7 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
         let limit = MAX_MESSAGE_BYTES;
-        let asking = self.get_stream_with_max_sse_event_size(
+        let response = self.get_stream_with_max_sse_event_size(
             uri,
             session_id,
             last_event_id,
@@ -200,7 +201,7 @@ impl StreamableHttpClient for AuthorizedClient {
             headers,
             limit,
         );
-        asking.await
+        response.await
     }
 
     async fn get_stream_with_max_sse_event_size(
@@ -212,7 +213,7 @@ impl StreamableHttpClient for AuthorizedClient {
         headers: Headers,
         limit: usize,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, HttpTransportError> {
-        let asking = self.retry_with_token(token, async |token: Option<String>| {
+        let response = self.retry_with_token(token, async |token: Option<String>| {
             let (uri, session, last) = (uri.clone(), session_id.clone(), last_event_id.clone());
             let secrets = request_secrets(token.as_deref(), &headers);
             let headers = headers.clone();
@@ -221,7 +222,7 @@ impl StreamableHttpClient for AuthorizedClient {
                 .await
                 .map_err(|error| redact_error(error, &secrets))
         });
-        let stream = asking.await;
+        let stream = response.await;
         self.stream_settled.cancel();
         stream
     }

@@ -302,7 +302,7 @@ impl<R> InspectedOutput<R> {
             return true;
         }
         let excerpt: String = String::from_utf8_lossy(text).chars().take(80).collect();
-        let reason = format!("it writes what is no message of MCP: {excerpt:?}");
+        let reason = format!("it wrote something that is not an MCP message: {excerpt:?}");
         *self.invalid_output.0.lock() = Some(reason);
         false
     }

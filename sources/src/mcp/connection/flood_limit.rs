@@ -27,7 +27,7 @@ impl FloodFlag {
     /// Returns the problem, if the upstream flooded the connection.
     pub(super) fn problem(&self) -> Option<String> {
         let limit = UNSOLICITED_PER_SECOND;
-        let describe = || format!("it floods: more than {limit} messages a second, unasked");
+        let describe = || format!("it sent more than {limit} unsolicited messages per second");
         self.0.lock().then(describe)
     }
 }
@@ -72,9 +72,9 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T
 
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
         let message = self.inner.receive().await?;
-        let unasked =
+        let is_unsolicited =
             matches!(message, JsonRpcMessage::Notification(_) | JsonRpcMessage::Request(_));
-        if unasked && !self.take_budget() {
+        if is_unsolicited && !self.take_budget() {
             *self.flood_flag.0.lock() = true;
             return None;
         }

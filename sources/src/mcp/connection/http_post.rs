@@ -1,8 +1,8 @@
 //! One POST of the MCP protocol, as the `StreamableHttpClient` that `rmcp` 3.8.0 implements for
 //! `reqwest::Client` makes it, with what that one lacks:
 //!
-//! - A size limit of responses that are not streams. `rmcp` reads them whole, whatever their size
-//!   (test `upstreams::bad::an_oversized_http_response_is_rejected`).
+//! - A size limit of responses that are not streams. `rmcp` reads them whole, regardless of their
+//!   size (test `upstreams::bad::an_oversized_http_response_is_rejected`).
 //! - The capture of tool lists as they were written, see `raw_tool_list` (test
 //!   `upstreams::odd::unreadable_tools_are_skipped_by_name_and_the_others_work`).
 //! - An error for a response to another request. `rmcp` drops it, and the call waits for its
@@ -123,14 +123,14 @@ impl McpPostRequest<'_> {
 
     /// Returns the id of the request.
     fn request_id(&self) -> Option<rmcp::model::RequestId> {
-        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
-        Some(asked.id.clone())
+        let ClientJsonRpcMessage::Request(request) = self.message else { return None };
+        Some(request.id.clone())
     }
 
     /// Returns the capture if the message requests a tool list.
     fn tool_list_capture(&self) -> Option<&ToolListCapture> {
-        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
-        matches!(asked.request, ClientRequest::ListToolsRequest(_)).then_some(self.capture)
+        let ClientJsonRpcMessage::Request(request) = self.message else { return None };
+        matches!(request.request, ClientRequest::ListToolsRequest(_)).then_some(self.capture)
     }
 
     /// Returns a tool list that is the first event of its stream as a plain JSON response. When the
@@ -187,7 +187,7 @@ impl McpPostRequest<'_> {
         let rest = self.tool_list_capture().and_then(|capture| capture.capture_response(body));
         let body = rest.as_ref().map_or(body, |rest| rest.as_bytes());
         match serde_json::from_slice::<ServerJsonRpcMessage>(body) {
-            // `rmcp` would drop a response with another id, and the request would wait for ever.
+            // `rmcp` would drop a response with another id, and the request would wait forever.
             Ok(JsonRpcMessage::Response(answer))
                 if self.request_id().is_some_and(|id| id != answer.id) =>
             {
@@ -210,8 +210,9 @@ impl McpPostRequest<'_> {
     ) -> Result<StreamableHttpPostResponse, HttpTransportError> {
         let rpc_error = serde_json::from_slice::<ServerJsonRpcMessage>(body).ok();
         let rpc_error = rpc_error.filter(|message| matches!(message, JsonRpcMessage::Error(_)));
-        let shut = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
-        if let Some(id) = self.discovery_request_id().filter(|_| status.is_client_error() && !shut)
+        let is_unauthorized = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+        if let Some(id) =
+            self.discovery_request_id().filter(|_| status.is_client_error() && !is_unauthorized)
         {
             // A legacy server does not know the discovery request: its refusal is the answer.
             let error = match rpc_error {
@@ -224,7 +225,7 @@ impl McpPostRequest<'_> {
             let answer = ServerJsonRpcMessage::error(error, Some(id));
             return Ok(StreamableHttpPostResponse::Json(answer, None));
         }
-        match rpc_error.filter(|_| !shut && kind.starts_with(JSON)) {
+        match rpc_error.filter(|_| !is_unauthorized && kind.starts_with(JSON)) {
             Some(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
             None if status.is_server_error() => {
                 Err(HttpStatusError::new(status.as_u16(), None).into())
@@ -250,9 +251,9 @@ impl McpPostRequest<'_> {
 
     /// Returns the request's id if it is the discovery request, sent before the revision is known.
     fn discovery_request_id(&self) -> Option<rmcp::model::RequestId> {
-        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
-        let first = matches!(asked.request, ClientRequest::DiscoverRequest(_));
-        (first && self.session.is_none()).then(|| asked.id.clone())
+        let ClientJsonRpcMessage::Request(request) = self.message else { return None };
+        let first = matches!(request.request, ClientRequest::DiscoverRequest(_));
+        (first && self.session.is_none()).then(|| request.id.clone())
     }
 }
 

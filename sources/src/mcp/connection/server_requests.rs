@@ -121,10 +121,10 @@ impl McpClientHandler {
         token: ProgressToken,
         progress: ProgressSink,
     ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
-        let (heard, hears) = mpsc::unbounded_channel();
+        let (sender, receiver) = mpsc::unbounded_channel();
         let call = InFlightUpstreamCall {
             progress,
-            events: heard,
+            events: sender,
             awaits_answer: false,
             is_marked_ambiguous: false,
             answered: false,
@@ -132,7 +132,7 @@ impl McpClientHandler {
         self.calls.lock().insert(id.clone(), call);
         self.progress_tokens.lock().insert(token.clone(), id.clone());
         self.calls_changed.notify_waiters();
-        (UpstreamCallGuard { handler: self.clone(), id, token, ended: false }, hears)
+        (UpstreamCallGuard { handler: self.clone(), id, token, ended: false }, receiver)
     }
 
     /// Records that the upstream has responded to a request.
@@ -149,11 +149,11 @@ impl McpClientHandler {
     /// is in flight. From then on only a new connection can attribute elicitations again.
     pub async fn wait_until_unattributable(&self) {
         loop {
-            let turned = self.calls_changed.notified();
+            let changed = self.calls_changed.notified();
             if self.abandoned.lock().may_have_asked && self.calls.lock().is_empty() {
                 return;
             }
-            turned.await;
+            changed.await;
         }
     }
 
@@ -162,7 +162,7 @@ impl McpClientHandler {
     /// be one more candidate.
     pub async fn acquire_send_permit(self: &Arc<Self>) -> SendPermit {
         loop {
-            let turned = self.calls_changed.notified();
+            let changed = self.calls_changed.notified();
             {
                 let mut turns = self.attribution.lock();
                 if turns.unattributed == 0 {
@@ -170,7 +170,7 @@ impl McpClientHandler {
                     return SendPermit(self.clone());
                 }
             }
-            turned.await;
+            changed.await;
         }
     }
 
@@ -227,7 +227,7 @@ impl McpClientHandler {
 
     async fn deliver_elicitation(
         &self,
-        asked: Value,
+        elicitation: Value,
         origin: Option<InboundStreamOrigin>,
     ) -> Option<Value> {
         let is_attributed = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
@@ -235,32 +235,35 @@ impl McpClientHandler {
         let began = Instant::now();
         let finding = async {
             loop {
-                let turned = self.calls_changed.notified();
-                if let Some(asker) = self.find_owner(origin.as_ref()) {
-                    return asker;
+                let changed = self.calls_changed.notified();
+                if let Some(owner) = self.find_owner(origin.as_ref()) {
+                    return owner;
                 }
                 let has_abandoned = !is_attributed && self.abandoned.lock().count() > 0;
                 // The elicitation may have arrived before its call was registered here.
                 if is_attributed || self.calls.lock().is_empty() && !has_abandoned {
-                    if tokio::time::timeout(MAX_EARLY_ARRIVAL, turned).await.is_err() {
+                    if tokio::time::timeout(MAX_EARLY_ARRIVAL, changed).await.is_err() {
                         return ElicitationOwner::Unknown;
                     }
                 } else if has_abandoned {
-                    if tokio::time::timeout_at(began + ABANDONED_CALL_GRACE, turned).await.is_err()
+                    if tokio::time::timeout_at(began + ABANDONED_CALL_GRACE, changed).await.is_err()
                     {
                         return self.mark_unattributable();
                     }
                 } else {
-                    turned.await;
+                    changed.await;
                 }
             }
         };
-        let asker = finding.await;
+        let owner = finding.await;
         drop(unclear);
-        let ElicitationOwner::Known(id, heard) = asker else { return None };
+        let ElicitationOwner::Known(id, answer_sender) = owner else { return None };
         let (answer, answered) = oneshot::channel();
-        heard
-            .send(UpstreamCallEvent::Elicitation(UpstreamElicitation { request: asked, answer }))
+        answer_sender
+            .send(UpstreamCallEvent::Elicitation(UpstreamElicitation {
+                request: elicitation,
+                answer,
+            }))
             .ok()?;
         let answer = answered.await.ok();
         if let Some(call) = self.calls.lock().get_mut(&id) {
@@ -332,8 +335,8 @@ impl UpstreamCallGuard {
 impl Drop for UpstreamCallGuard {
     fn drop(&mut self) {
         let removed = self.handler.calls.lock().remove(&self.id);
-        let over = self.ended || removed.is_some_and(|call| call.answered);
-        if !over {
+        let is_answered = self.ended || removed.is_some_and(|call| call.answered);
+        if !is_answered {
             let mut abandoned = self.handler.abandoned.lock();
             match abandoned.ids.len() < MAX_REMEMBERED_ABANDONED {
                 true => drop(abandoned.ids.insert(self.id.clone())),
@@ -382,10 +385,10 @@ impl ClientHandler for McpClientHandler {
     ) -> Result<ElicitResult, ErrorData> {
         let origin = context.extensions.get::<InboundStreamOrigin>().cloned();
         let question = InputRequest::Elicitation(ElicitRequest::new(request));
-        let asked = serde_json::to_value(question)
+        let elicitation = serde_json::to_value(question)
             .map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
         let answer = tokio::select! {
-            answer = self.deliver_elicitation(asked, origin) => answer,
+            answer = self.deliver_elicitation(elicitation, origin) => answer,
             () = context.ct.cancelled() => None,
         };
         let answer = answer.and_then(|answer| serde_json::from_value(answer).ok());

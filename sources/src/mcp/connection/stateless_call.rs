@@ -204,11 +204,11 @@ async fn read_response(
     }
     match status {
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-            StatelessCallResponse::NotSent(format!("it does not let us in (HTTP {status})"))
+            StatelessCallResponse::NotSent(format!("it refused the credentials (HTTP {status})"))
         }
         StatusCode::SERVICE_UNAVAILABLE => StatelessCallResponse::Overloaded(status, after_ms),
         _ => StatelessCallResponse::Unknown(format!(
-            "it answered what is no message of MCP (HTTP {status})"
+            "its response is not an MCP message (HTTP {status})"
         )),
     }
 }
@@ -232,7 +232,7 @@ async fn read_event_stream(
             Ok(Some(chunk)) => chunk,
             Ok(None) => {
                 return StatelessCallResponse::Unknown(
-                    "it hung up before it had answered".to_owned(),
+                    "it closed the connection before it answered".to_owned(),
                 );
             }
             Err(error) => return StatelessCallResponse::Unknown(root_cause(&error)),
@@ -249,7 +249,7 @@ async fn read_event_stream(
         }
         if seen > MAX_EVENTS_PER_CALL {
             return StatelessCallResponse::Unknown(format!(
-                "it floods: more than {MAX_EVENTS_PER_CALL} messages for one call"
+                "it sent more than {MAX_EVENTS_PER_CALL} messages for one call"
             ));
         }
         // Lets other tasks run, however fast the upstream sends.
@@ -268,7 +268,7 @@ fn interpret_message(
     progress: &ProgressSink,
 ) -> Option<StatelessCallResponse> {
     let garbled =
-        || Some(StatelessCallResponse::Unknown("it answered what is no message of MCP".to_owned()));
+        || Some(StatelessCallResponse::Unknown("its response is not an MCP message".to_owned()));
     let Ok(message) = serde_json::from_slice::<RawRpcMessage<'_>>(text) else { return garbled() };
     let answers = message.error.is_some() || message.result.is_some();
     if !answers && message.method.is_none() {

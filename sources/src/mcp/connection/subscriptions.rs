@@ -45,17 +45,17 @@ async fn subscribe_or_poll(
     let nothing = filter == SubscriptionFilter::default();
     let (mut wait, mut missed) = (FIRST_WAIT, false);
     loop {
-        let asking = async {
+        let subscribing = async {
             match nothing {
                 true => None,
                 false => {
-                    let asked =
+                    let subscribed =
                         tokio::time::timeout(SUBSCRIBE_TIMEOUT, peer.listen(filter.clone())).await;
-                    asked.ok().and_then(Result::ok)
+                    subscribed.ok().and_then(Result::ok)
                 }
             }
         };
-        let Some(stream) = asking.await else {
+        let Some(stream) = subscribing.await else {
             tokio::time::sleep(every).await;
             handler.tools_changed.notify_one();
             continue;

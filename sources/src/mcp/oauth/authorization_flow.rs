@@ -64,8 +64,8 @@ impl Authorizer {
     fn matches_settings(&self, grant: &UpstreamCredential) -> bool {
         let Ok(resolved) = ResolvedSettings::resolve(&self.settings) else { return false };
         let client = grant.client.as_ref().map(|client| &client.client_id);
-        let same = resolved.client_id.is_none() || resolved.client_id.as_ref() == client;
-        grant.url == resolved.url && same
+        let is_same = resolved.client_id.is_none() || resolved.client_id.as_ref() == client;
+        grant.url == resolved.url && is_same
     }
 
     /// Stores the token that was just issued.
@@ -91,9 +91,10 @@ impl Authorizer {
         // With client credentials a new token can be obtained at any time. Only the issuer must be
         // stored, because it has received the secret.
         let credentials = inner.credential.credentials.clone().filter(|_| !machine);
-        let UpstreamCredential { url, client, requested_scopes: asked, .. } = &inner.credential;
-        let (url, client, asked) = (url.clone(), client.clone(), asked.clone());
-        let stored = UpstreamCredential { url, client, credentials, requested_scopes: asked };
+        let UpstreamCredential { url, client, requested_scopes, .. } = &inner.credential;
+        let (url, client, requested_scopes) =
+            (url.clone(), client.clone(), requested_scopes.clone());
+        let stored = UpstreamCredential { url, client, credentials, requested_scopes };
         let text = serde_json::to_string(&stored).ok();
         if let Err(reason) =
             self.registry.set_credential(&self.settings.project, &self.settings.name, text).await
@@ -126,8 +127,8 @@ impl Authorizer {
         manager.set_state_store(self.pending_sign_ins.clone());
         let found = manager.resolve_metadata_from_challenge(header).await.map_err(auth_failure)?;
         if !found.source.is_discovered() {
-            let reason = "it does not let us in (HTTP 401), and names no authorization server; if it \
-                       takes a key, give it as a header";
+            let reason = "it refused the request (HTTP 401) and names no authorization server; if \
+                          it accepts a key, give it as a header";
             return Err(AuthorizationError::Failed(reason.to_owned()));
         }
         let ends = [&found.metadata.authorization_endpoint, &found.metadata.token_endpoint];
@@ -136,7 +137,7 @@ impl Authorizer {
             ends.into_iter().find(|end| !token_store::is_safe_endpoint(end, &self.settings))
         {
             let excerpt: String = bad.chars().take(200).collect();
-            let reason = format!("its issuer names an address that is not used: {excerpt}");
+            let reason = format!("its issuer names an address that is not allowed: {excerpt}");
             return Err(AuthorizationError::Failed(reason));
         }
         let issuer = found.metadata.issuer.clone().unwrap_or_default();
@@ -154,20 +155,20 @@ impl Authorizer {
         issuer: &str,
         inner: &AuthorizerState,
     ) -> Result<(), AuthorizationError> {
-        let same = |a: &str, b: &str| a.trim_end_matches('/') == b.trim_end_matches('/');
-        if let Some(only) = self.oauth.issuer.as_deref().filter(|only| !same(only, issuer)) {
-            let reason = format!("it names the issuer {issuer}, and only {only} is believed");
+        let is_same = |a: &str, b: &str| a.trim_end_matches('/') == b.trim_end_matches('/');
+        if let Some(only) = self.oauth.issuer.as_deref().filter(|only| !is_same(only, issuer)) {
+            let reason = format!("it names the issuer {issuer}, but only {only} is trusted");
             return Err(AuthorizationError::Failed(reason));
         }
         let secret = self.oauth.client_secret.is_some() || self.oauth.private_key.is_some();
         let before = inner.credential.client.as_ref().map(|client| client.issuer.as_str());
-        let other = before.filter(|before| secret && !same(before, issuer));
+        let other = before.filter(|before| secret && !is_same(before, issuer));
         if let Some(before) = other.filter(|_| self.oauth.issuer.is_none()) {
             let name = &self.settings.name;
             return Err(AuthorizationError::Failed(format!(
-                "it names the issuer {issuer} in place of {before}, which is not shown our secret; \
-                 if that is right, set oauth.issuer, or forget the old one (toolcrib mcp sign-out \
-                 {name})"
+                "it names the issuer {issuer} in place of {before}, so the client secret is not \
+                 sent; if that is right, set oauth.issuer, or delete the old credential (toolcrib \
+                 mcp sign-out {name})"
             )));
         }
         Ok(())
@@ -253,15 +254,15 @@ impl Authorizer {
             self.pending_sign_ins.clear();
             inner.credential.requested_scopes.clear();
         }
-        let mut asking = AuthorizationRequest::new(&client.redirect_uri)
+        let mut request = AuthorizationRequest::new(&client.redirect_uri)
             .with_preregistered_client(&client.client_id)
             .with_scopes(scopes)
             .with_initial_scope_selection();
-        asking.client_secret.clone_from(&client.client_secret);
-        let session = AuthorizationSession::new(found.manager, asking).await;
+        request.client_secret.clone_from(&client.client_secret);
+        let session = AuthorizationSession::new(found.manager, request).await;
         let session = session.map_err(|(_, error)| auth_failure(error))?;
-        let asked = token_store::query_param(&session.auth_url, "scope").unwrap_or_default();
-        for scope in token_store::split_scopes(&asked) {
+        let requested = token_store::query_param(&session.auth_url, "scope").unwrap_or_default();
+        for scope in token_store::split_scopes(&requested) {
             if !inner.credential.requested_scopes.contains(&scope) {
                 inner.credential.requested_scopes.push(scope);
             }
@@ -326,7 +327,7 @@ impl Authorizer {
         let mut inner = self.state.lock().await;
         let Some(manager) = inner.manager.as_ref().filter(|_| self.pending_sign_ins.has(state))
         else {
-            return Err("this sign-in is over; begin another".to_owned());
+            return Err("this sign-in has expired; start another one".to_owned());
         };
         let exchanged = manager.exchange_code_for_token_with_issuer(code, state, issuer).await;
         let stored = match exchanged {
@@ -452,7 +453,7 @@ impl Authorizer {
     ) -> Result<(ClientCredentialsConfig, String), AuthorizationError> {
         let resolved =
             ResolvedSettings::resolve(&self.settings).map_err(AuthorizationError::Failed)?;
-        let missing = || AuthorizationError::Failed("oauth has nothing to show for us".to_owned());
+        let missing = || AuthorizationError::Failed("oauth has no client credentials".to_owned());
         let client_id = resolved.client_id.ok_or_else(missing)?;
         let (scopes, resource) = (scopes.to_vec(), Some(resolved.url));
         let used_client_id = client_id.clone();

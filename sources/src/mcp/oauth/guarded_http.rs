@@ -32,9 +32,9 @@ impl GuardedOauthClient {
 }
 
 impl OAuthHttpClient for GuardedOauthClient {
-    fn execute(&self, asked: OAuthHttpRequest) -> OAuthHttpClientFuture<'_> {
+    fn execute(&self, oauth_request: OAuthHttpRequest) -> OAuthHttpClientFuture<'_> {
         Box::pin(async move {
-            let (head, body) = asked.request.into_parts();
+            let (head, body) = oauth_request.request.into_parts();
             let url = self.rules.check(&head.uri.to_string())?;
             let request = self.client.request(head.method, url).headers(head.headers).body(body);
             let mut answer = request.send().await?;

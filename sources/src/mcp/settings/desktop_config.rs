@@ -24,9 +24,9 @@ pub fn parse_desktop_config(
     };
     let read = |(name, server): (&String, &Value)| {
         let settings = parse_desktop_server(name, server, &pinned)?;
-        settings.check().map_err(|wrong| {
-            let reason = format!("in \"{name}\": {}", wrong.why);
-            McpSettingsError { field: wrong.field, why: reason }
+        settings.check().map_err(|error| {
+            let reason = format!("in \"{name}\": {}", error.why);
+            McpSettingsError { field: error.field, why: reason }
         })?;
         Ok(settings)
     };
@@ -70,15 +70,14 @@ fn parse_desktop_server(
         return Err(McpSettingsError {
             field: "type",
             why: format!(
-                "of \"{name}\" is sse, the transport of 2024-11-05, which is not spoken here: give \
-                 its address for streamable HTTP, with the type http"
+                "of \"{name}\" is sse, the transport of 2024-11-05, which is not supported: give \
+                 its URL for streamable HTTP, with the type http"
             ),
         });
     }
     if !off && !list("includeTools")?.is_empty() {
         let reason = format!(
-            "of \"{name}\" cannot be taken over, since tools are switched off here one by one: \
-             name those in excludeTools"
+            "of \"{name}\" cannot be imported: name the tools to switch off in excludeTools"
         );
         return Err(McpSettingsError { field: "includeTools", why: reason });
     }
@@ -132,8 +131,8 @@ fn string_map(map: &Map<String, Value>) -> Option<BTreeMap<String, String>> {
 /// Replaces each character that a tool name cannot contain with a dash. Desktop clients allow any
 /// name.
 fn sanitize_server_name(name: &str) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
-    let name: String = name.trim().chars().map(plain).collect();
+    let sanitize = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
+    let name: String = name.trim().chars().map(sanitize).collect();
     name.trim_matches('-').to_owned()
 }
 
@@ -178,16 +177,16 @@ mod tests {
             (json!({"command": "x", "effect": "none"}), "effect"),
         ] {
             let document = json!({"mcpServers": {"fine": {"command": "x"}, "odd one": entry}});
-            let wrong = parse_desktop_config(&document, |_| false).unwrap_err();
-            assert_eq!(wrong.field, field);
-            assert!(wrong.why.contains("\"odd one\""), "{}", wrong.why);
+            let error = parse_desktop_config(&document, |_| false).unwrap_err();
+            assert_eq!(error.field, field);
+            assert!(error.why.contains("\"odd one\""), "{}", error.why);
         }
-        let wrong = parse_desktop_config(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
+        let error = parse_desktop_config(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
             .unwrap_err();
-        assert_eq!(wrong.field, "command");
+        assert_eq!(error.field, "command");
         let old = json!({"mcpServers": {"x": {"type": "sse", "url": "https://x.example/sse"}}});
-        let wrong = parse_desktop_config(&old, |_| false).unwrap_err();
-        assert_eq!(wrong.field, "type");
-        assert!(wrong.why.contains("streamable HTTP"), "{}", wrong.why);
+        let error = parse_desktop_config(&old, |_| false).unwrap_err();
+        assert_eq!(error.field, "type");
+        assert!(error.why.contains("streamable HTTP"), "{}", error.why);
     }
 }

@@ -32,8 +32,8 @@ pub struct McpOauthSettings {
     /// Scopes to request. Default: those that the server requires.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub scopes: Vec<String>,
-    /// The only issuer to trust, whatever the server names. Default: a client with a secret stays
-    /// with the first issuer that the server names.
+    /// The only issuer to trust, regardless of what the server names. Default: a client with a
+    /// secret stays with the first issuer that the server names.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub issuer: Option<String>,
     /// URL of the client's metadata (`https://…`), for issuers that accept it instead of a
@@ -79,41 +79,43 @@ fn is_usual(kind: &GrantKind) -> bool {
 
 /// Returns `true` if the text is a scope as defined by RFC 6749.
 fn is_scope(text: &str) -> bool {
-    let fine = |byte: u8| matches!(byte, 0x21 | 0x23..=0x5b | 0x5d..=0x7e);
-    !text.is_empty() && text.bytes().all(fine)
+    let is_allowed = |byte: u8| matches!(byte, 0x21 | 0x23..=0x5b | 0x5d..=0x7e);
+    !text.is_empty() && text.bytes().all(is_allowed)
 }
 
 impl McpOauthSettings {
     /// Checks the constraints that the types do not express. The error is a phrase that follows the
     /// name of the field.
     pub(super) fn check(&self) -> Result<(), String> {
-        let wrong = |reason: &str| Err(reason.to_owned());
+        let invalid = |reason: &str| Err(reason.to_owned());
         let machine = self.grant == GrantKind::ClientCredentials;
         match (machine, &self.client_secret, &self.private_key) {
             (true, Some(_), None) | (true, None, Some(_)) if self.client_id.is_some() => {}
             (true, ..) => {
-                return wrong(
+                return invalid(
                     "with client_credentials needs client_id, and either client_secret or \
                      private_key",
                 );
             }
-            (false, _, Some(_)) => return wrong("has a private_key only with client_credentials"),
+            (false, _, Some(_)) => {
+                return invalid("has a private_key only with client_credentials");
+            }
             (false, Some(_), None) if self.client_id.is_none() => {
-                return wrong("has a client_secret only with a client_id");
+                return invalid("has a client_secret only with a client_id");
             }
             (false, ..) => {}
         }
         if self.private_key.is_none() && self.algorithm.is_some() {
-            return wrong("has an algorithm only with a private_key");
+            return invalid("has an algorithm only with a private_key");
         }
         if !self.scopes.iter().all(|scope| is_scope(scope)) {
-            return wrong("has a scope that is none: no spaces, quotes or backslashes");
+            return invalid("has an invalid scope: no spaces, quotes or backslashes");
         }
         let urls = [("issuer", &self.issuer), ("client_metadata_url", &self.client_metadata_url)];
         for (field, url) in urls {
             let parsed = url.as_deref().map(reqwest::Url::parse);
             if parsed.is_some_and(|url| !url.is_ok_and(|url| url.has_host())) {
-                return wrong(&format!("has an {field} that is no URL"));
+                return invalid(&format!("has an {field} that is not a URL"));
             }
         }
         Ok(())

@@ -48,7 +48,7 @@ impl ResolvedSettings {
 
     fn resolve_with(
         settings: &McpServerSettings,
-        look: impl Fn(&str) -> Option<String>,
+        lookup: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, String> {
         let mut resolved = Self::default();
         // Every value taken from the environment is treated as a secret.
@@ -62,7 +62,7 @@ impl ResolvedSettings {
             expand_variables(text, |name| {
                 let value = match SecretReference::parse(name) {
                     Some(reference) => reference.read().ok(),
-                    None => look(name),
+                    None => lookup(name),
                 };
                 put.borrow_mut().extend(value.clone().map(|value| (name.to_owned(), value)));
                 value
@@ -80,14 +80,14 @@ impl ResolvedSettings {
             resolved.client_secret = fill_optional(&oauth.client_secret)?;
             resolved.private_key = fill_optional(&oauth.private_key)?;
         }
-        let usual =
-            BASE_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), look(name)?)));
-        resolved.env.extend(usual);
+        let defaults =
+            BASE_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), lookup(name)?)));
+        resolved.env.extend(defaults);
         for (name, value) in &settings.env {
             resolved.env.insert(name.clone(), fill(value)?);
         }
         for name in &settings.env_from {
-            let value = look(name).ok_or_else(|| not_set(name))?;
+            let value = lookup(name).ok_or_else(|| not_set(name))?;
             resolved.env.insert(name.clone(), value);
         }
         let of_settings = settings.env.keys().chain(&settings.env_from);
@@ -215,11 +215,11 @@ fn escape_non_ascii(written: &str) -> String {
 /// Returns the parts of a URL that may be secret: the values of its query, and a password.
 fn url_secrets(url: &str) -> Vec<String> {
     let Ok(url) = reqwest::Url::parse(url) else { return Vec::new() };
-    let plain = url.query_pairs().map(|(_, value)| value.into_owned());
+    let query_values = url.query_pairs().map(|(_, value)| value.into_owned());
     // Also in their percent-encoded form.
     let written = url.query().unwrap_or_default().split('&');
     let written = written.filter_map(|pair| Some(pair.split_once('=')?.1.to_owned()));
-    plain.chain(written).chain(url.password().map(str::to_owned)).collect()
+    query_values.chain(written).chain(url.password().map(str::to_owned)).collect()
 }
 
 fn not_set(name: &str) -> String {
@@ -228,7 +228,7 @@ fn not_set(name: &str) -> String {
 
 /// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them, and
 /// `${file:/path}`.
-fn expand_variables(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+fn expand_variables(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, String> {
     let mut output = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("${") {
@@ -239,7 +239,7 @@ fn expand_variables(text: &str, look: impl Fn(&str) -> Option<String>) -> Result
             Some((name, otherwise)) => (name, Some(otherwise)),
             None => (inside, None),
         };
-        let value = look(name).or_else(|| otherwise.map(str::to_owned));
+        let value = lookup(name).or_else(|| otherwise.map(str::to_owned));
         output.push_str(&value.ok_or_else(|| not_set(name))?);
         rest = behind;
     }

@@ -90,8 +90,8 @@ impl UpstreamState {
     /// imminent.
     pub(super) fn is_unavailable(&self) -> bool {
         let soon = self.next_try_ms.is_some_and(|at_ms| at_ms < now_ms() + IMMINENT_CONNECT_MS);
-        let shut = matches!(self.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
-        shut || self.phase == UpstreamPhase::Waiting && !soon
+        let is_unavailable = matches!(self.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
+        is_unavailable || self.phase == UpstreamPhase::Waiting && !soon
     }
 
     pub(super) fn enter(&mut self, phase: UpstreamPhase) {

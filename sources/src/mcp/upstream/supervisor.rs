@@ -41,7 +41,8 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 /// Reasons for which Toolcrib closes a connection.
 const SIGNED_OUT: &str = "it was signed out";
-const AMBIGUOUS_ELICITATION: &str = "it asked something that may be of a call which was given up";
+const AMBIGUOUS_ELICITATION: &str =
+    "it requested input that may belong to a call that was given up";
 
 impl UpstreamServer {
     /// Runs until `stop` is canceled.
@@ -59,7 +60,7 @@ impl UpstreamServer {
                 AssertUnwindSafe(self.run_connection(&*registry, older)).catch_unwind().await;
             let (reached, reason) = tried.unwrap_or_else(|_| {
                 tracing::error!(upstream = self.settings.name, "the supervisor panicked");
-                (false, "a fault of Toolcrib's own; the server's log has it".to_owned())
+                (false, "an internal error of Toolcrib; see the server's log".to_owned())
             });
             self.set_connection(None);
             if self.stop.is_cancelled() {
@@ -138,7 +139,7 @@ impl UpstreamServer {
             state.next_try_ms = Some(now_ms() + wait.as_millis() as u64);
             let last = self.stderr.last();
             state.problem = Some(match last.filter(|_| self.settings.command.is_some()) {
-                Some(line) => format!("{reason}; it last said: {line}"),
+                Some(line) => format!("{reason}; its last output: {line}"),
                 None => reason,
             });
         }
@@ -160,15 +161,17 @@ impl UpstreamServer {
             Err(reason) => return (false, reason),
         };
         self.set_resolved(resolved.clone());
-        if let Some(pass) = self.authorizer.as_ref().filter(|pass| !pass.needs_sign_in()) {
-            pass.clear_failure();
+        if let Some(authorizer) =
+            self.authorizer.as_ref().filter(|authorizer| !authorizer.needs_sign_in())
+        {
+            authorizer.clear_failure();
         }
-        let ears = McpClientHandler::new(self.changes.clone());
-        let dialing = UpstreamConnectOptions {
+        let handler = McpClientHandler::new(self.changes.clone());
+        let options = UpstreamConnectOptions {
             settings: &self.settings,
             resolved,
             stderr: &self.stderr,
-            handler: ears,
+            handler,
             outbound: &self.outbound,
             authorizer: self.authorizer.clone(),
             legacy_handshake: older || self.settings.older,
@@ -176,11 +179,11 @@ impl UpstreamServer {
         };
         // Only connecting may be dropped at any point: an established connection is shut down in
         // order.
-        let dialled = tokio::select! {
-            dialled = UpstreamConnection::connect(dialing) => dialled,
+        let connected = tokio::select! {
+            connected = UpstreamConnection::connect(options) => connected,
             () = self.stop.cancelled() => return (false, "it was removed".to_owned()),
         };
-        let mut connection = match dialled {
+        let mut connection = match connected {
             Ok(connection) => connection,
             Err(reason) => return (false, self.authorization_problem().unwrap_or(reason)),
         };
@@ -210,11 +213,11 @@ impl UpstreamServer {
         let modern = connection.is_stateless();
         let (process, capture) = (connection.process, connection.capture());
         let live = Arc::new(connection.live());
-        let mut over = std::pin::pin!(connection.wait_closed());
+        let mut closed = std::pin::pin!(connection.wait_closed());
         let mut requested = self.refreshes_requested.load(Ordering::Acquire);
         let first = tokio::select! {
             first = self.refresh_tools(registry, &peer, &capture) => first,
-            reason = &mut over => return reason,
+            reason = &mut closed => return reason,
         };
         if let Err(reason) = first {
             return reason;
@@ -225,7 +228,7 @@ impl UpstreamServer {
         let mut listening = std::pin::pin!(follow_changes(&peer, &handler, modern));
         loop {
             tokio::select! {
-                reason = &mut over => return reason,
+                reason = &mut closed => return reason,
                 () = handler.tools_changed.notified() => {}
                 never = &mut listening => match never {},
                 // An operator who requests a refresh may have made room for rejected tools.
@@ -237,12 +240,12 @@ impl UpstreamServer {
                 () = handler.wait_until_unattributable() => return AMBIGUOUS_ELICITATION.to_owned(),
             }
             // The end of the connection is noticed even while a refresh takes long.
-            let looked = tokio::select! {
-                looked = self.refresh_and_record(registry, &peer, &capture) => looked,
-                reason = &mut over => return reason,
+            let refreshed = tokio::select! {
+                refreshed = self.refresh_and_record(registry, &peer, &capture) => refreshed,
+                reason = &mut closed => return reason,
                 () = self.reconnect_requested.notified() => return SIGNED_OUT.to_owned(),
             };
-            if let Err(reason) = looked {
+            if let Err(reason) = refreshed {
                 return reason;
             }
             self.complete_refreshes(requested);
@@ -252,7 +255,7 @@ impl UpstreamServer {
 
     /// Marks the refreshes that were requested so far as completed.
     fn complete_refreshes(&self, requested: u64) {
-        self.refreshes_completed.send_modify(|looked| *looked = requested.max(*looked));
+        self.refreshes_completed.send_modify(|completed| *completed = requested.max(*completed));
     }
 
     /// Refreshes the tool list and records the result. Returns an error if the upstream cannot be
@@ -269,8 +272,9 @@ impl UpstreamServer {
             return Ok(());
         };
         self.state.lock().problem = Some(reason.clone());
-        let shut = self.authorizer.as_ref().is_some_and(|authorizer| authorizer.needs_sign_in());
-        match shut || peer.is_transport_closed() || !self.is_responsive(peer).await {
+        let is_signed_out =
+            self.authorizer.as_ref().is_some_and(|authorizer| authorizer.needs_sign_in());
+        match is_signed_out || peer.is_transport_closed() || !self.is_responsive(peer).await {
             true => Err(reason),
             false => Ok(()),
         }
@@ -300,8 +304,9 @@ impl UpstreamServer {
     /// Returns the problem of an upstream that offers more tools than its limit.
     fn tool_limit_problem(&self) -> Option<String> {
         let offered = self.offered.lock();
-        let over = offered.skipped.iter().find(|(_, reason)| reason.contains("max_tools"));
-        over.map(|(_, reason)| reason.clone())
+        let limit_exceeded =
+            offered.skipped.iter().find(|(_, reason)| reason.contains("max_tools"));
+        limit_exceeded.map(|(_, reason)| reason.clone())
     }
 
     /// Returns `true` if the upstream responds. Silence counts as unresponsive.
@@ -335,7 +340,7 @@ impl UpstreamServer {
         let limit = self.connect_timeout();
         let listing = tokio::time::timeout(limit, list_tools(peer, capture)).await;
         let list = listing
-            .map_err(|_| format!("its list of tools did not come within {limit:?}"))?
+            .map_err(|_| format!("it sent no tool list within {limit:?}"))?
             .map_err(|reason| self.redact(&reason))?;
         let (project, name) = (&self.settings.project, &self.settings.name);
         let (mut readable, mut unreadable) = (Vec::new(), Vec::new());
@@ -374,11 +379,11 @@ impl UpstreamServer {
         offered: &BTreeMap<String, ToolDefinition>,
     ) -> BTreeMap<String, ToolDefinition> {
         let unusable = self.rejected_tools.lock();
-        let same = |name: &str, tool: &ToolDefinition| {
+        let is_rejected = |name: &str, tool: &ToolDefinition| {
             unusable.get(name).is_some_and(|(refused, _)| refused == tool)
         };
-        let fine = offered.iter().filter(|(name, tool)| !same(name, tool));
-        fine.map(|(name, tool)| (name.clone(), tool.clone())).collect()
+        let acceptable = offered.iter().filter(|(name, tool)| !is_rejected(name, tool));
+        acceptable.map(|(name, tool)| (name.clone(), tool.clone())).collect()
     }
 
     /// Returns the tools that the registry has rejected and that are still offered in the same
@@ -388,8 +393,8 @@ impl UpstreamServer {
         offered: &BTreeMap<String, ToolDefinition>,
     ) -> Vec<(String, String)> {
         let unusable = self.rejected_tools.lock();
-        let same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
-        same.map(|(name, (_, reason))| (name.clone(), reason.clone())).collect()
+        let is_same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
+        is_same.map(|(name, (_, reason))| (name.clone(), reason.clone())).collect()
     }
 
     /// Registers these tools. Returns those that the registry rejected, with the reasons.
@@ -442,8 +447,9 @@ impl UpstreamServer {
         let current = registry.accepted_tools(project, name);
         let offered = self.without_rejected(&self.offered.lock().tools);
         let found = diff_tools(&current, &offered, now_ms());
-        let meant = |change: &ToolChange| tool_names.is_none_or(|list| list.contains(&change.tool));
-        let (accepted, remaining): (Vec<_>, Vec<_>) = found.into_iter().partition(meant);
+        let is_selected =
+            |change: &ToolChange| tool_names.is_none_or(|list| list.contains(&change.tool));
+        let (accepted, remaining): (Vec<_>, Vec<_>) = found.into_iter().partition(is_selected);
         if accepted.is_empty() {
             return Ok(accepted);
         }
@@ -480,6 +486,6 @@ async fn list_tools(
         Err(ServiceError::McpError(error)) if error.code == ErrorCode::METHOD_NOT_FOUND => {
             Ok(Vec::new())
         }
-        listed => listed.map_err(|error| format!("its list of tools cannot be had: {error}")),
+        listed => listed.map_err(|error| format!("cannot get its tool list: {error}")),
     }
 }

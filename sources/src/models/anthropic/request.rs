@@ -165,8 +165,9 @@ fn tool_result_block(message: &Value, content: &Value) -> Value {
 /// Replaces the characters that this API refuses in an id. Other endpoints may have issued it.
 fn sanitize_id(id: Option<&Value>) -> String {
     let text = id.and_then(Value::as_str).unwrap_or_default();
-    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '_' };
-    text.chars().map(plain).collect()
+    let sanitize =
+        |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '_' };
+    text.chars().map(sanitize).collect()
 }
 
 fn used_tool_names(messages: &[Value]) -> Vec<String> {

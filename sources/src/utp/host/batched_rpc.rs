@@ -120,8 +120,8 @@ pub(super) struct ReportRequest {
 }
 
 impl ReportRequest {
-    pub(super) fn headers(&self, asker: &HostRpcClient) -> HeaderMap {
-        let mut headers = asker.headers(&self.traceparent);
+    pub(super) fn headers(&self, rpc_client: &HostRpcClient) -> HeaderMap {
+        let mut headers = rpc_client.headers(&self.traceparent);
         if let Some(depth) = &self.depth {
             wire::set_header(&mut headers, wire::names::DEPTH, depth);
         }
@@ -205,10 +205,10 @@ impl BatchRpc for ReportsRpc {
     async fn send_batch(
         &self,
         subject_prefix: &str,
-        questions: &[ReportRequest],
+        requests: &[ReportRequest],
     ) -> Option<Vec<ReportReply>> {
-        let first = questions.first()?;
-        if questions.len() == 1 {
+        let first = requests.first()?;
+        if requests.len() == 1 {
             let (headers, body) = (first.headers(&self.rpc), first.report.get().as_bytes());
             let subject = format!("{subject_prefix}.rpc.sys.l0.report");
             return self
@@ -224,13 +224,13 @@ impl BatchRpc for ReportsRpc {
         {
             return None;
         }
-        let reports = questions.iter().map(|one| BatchedReportBody {
+        let reports = requests.iter().map(|report| BatchedReportBody {
             headers: BatchedReportHeaders {
-                traceparent: &one.traceparent,
-                tracestate: one.tracestate.as_deref(),
-                depth: one.depth.as_deref(),
+                traceparent: &report.traceparent,
+                tracestate: report.tracestate.as_deref(),
+                depth: report.depth.as_deref(),
             },
-            report: &one.report,
+            report: &report.report,
         });
         let body = serde_json::to_vec(&ReportsRequestBody { reports: reports.collect() }).ok()?;
         let subject = format!("{subject_prefix}.rpc.sys.l0.reports");
@@ -239,6 +239,6 @@ impl BatchRpc for ReportsRpc {
         if answer.error.is_some_and(|error| error.code == "not_found") {
             *self.batch_unsupported_since.lock() = Some(Instant::now());
         }
-        (answer.ok && answer.answers.len() == questions.len()).then_some(answer.answers)
+        (answer.ok && answer.answers.len() == requests.len()).then_some(answer.answers)
     }
 }

@@ -58,9 +58,9 @@ impl<E: BatchRpc> CoalescerQueue<E> {
     /// Returns true if a new worker must start for the queued requests, and marks it as scheduled.
     fn should_start_worker(&mut self) -> bool {
         let free = self.in_flight == self.slow || self.pending.len() >= FULL_BATCH;
-        let calls = !self.worker_scheduled && free && !self.pending.is_empty();
-        self.worker_scheduled |= calls;
-        calls
+        let start_worker = !self.worker_scheduled && free && !self.pending.is_empty();
+        self.worker_scheduled |= start_worker;
+        start_worker
     }
 }
 
@@ -81,8 +81,8 @@ struct CoalescerShared<E: BatchRpc> {
 }
 
 impl<E: BatchRpc> Coalescer<E> {
-    pub(super) fn new(errand: E) -> Self {
-        Self { inner: Arc::new(CoalescerShared { rpc: errand, queues: Mutex::default() }) }
+    pub(super) fn new(rpc: E) -> Self {
+        Self { inner: Arc::new(CoalescerShared { rpc, queues: Mutex::default() }) }
     }
 
     /// Sends a request, batched with other requests to the same prefix. Returns `None` if the batch
@@ -90,16 +90,16 @@ impl<E: BatchRpc> Coalescer<E> {
     pub(super) async fn request(
         &self,
         prefix: String,
-        question: E::RpcRequest,
+        request: E::RpcRequest,
     ) -> Option<E::RpcResponse> {
         let (reply, response) = oneshot::channel();
-        let begins = {
+        let start_worker = {
             let mut queues = self.inner.queues.lock();
             let queue = queues.entry(prefix.clone()).or_default();
-            queue.pending.push_back(PendingRequest { request: question, reply });
+            queue.pending.push_back(PendingRequest { request, reply });
             queue.should_start_worker()
         };
-        if begins {
+        if start_worker {
             tokio::spawn(self.inner.clone().run_worker(prefix));
         }
         response.await.ok().flatten()
@@ -115,13 +115,13 @@ impl<E: BatchRpc> CoalescerShared<E> {
             queue.worker_scheduled = false;
             queue.in_flight += 1;
         }
-        while let Some(some) = self.next_batch(&prefix) {
-            let (questions, tells): (Vec<_>, Vec<_>) =
-                some.into_iter().map(|one| (one.request, one.reply)).unzip();
-            let asking = self.rpc.send_batch(&prefix, &questions);
-            let answers = self.clone().await_or_mark_slow(&prefix, asking).await;
+        while let Some(batch) = self.next_batch(&prefix) {
+            let (requests, replies): (Vec<_>, Vec<_>) =
+                batch.into_iter().map(|pending| (pending.request, pending.reply)).unzip();
+            let response = self.rpc.send_batch(&prefix, &requests);
+            let answers = self.clone().await_or_mark_slow(&prefix, response).await;
             let mut answers = answers.map(Vec::into_iter);
-            for reply in tells {
+            for reply in replies {
                 // An error means that the requester has been dropped.
                 let _ = reply.send(answers.as_mut().and_then(Iterator::next));
             }
@@ -132,22 +132,22 @@ impl<E: BatchRpc> CoalescerShared<E> {
     async fn await_or_mark_slow<T>(
         self: Arc<Self>,
         prefix: &str,
-        asking: impl Future<Output = T>,
+        response: impl Future<Output = T>,
     ) -> T {
-        let mut asking = std::pin::pin!(asking);
+        let mut response = std::pin::pin!(response);
         tokio::select! {
             biased;
-            answers = &mut asking => return answers,
+            answers = &mut response => return answers,
             () = tokio::time::sleep(SLOW_AFTER) => {}
         }
-        let calls = self.queues.lock().get_mut(prefix).is_some_and(|queue| {
+        let start_worker = self.queues.lock().get_mut(prefix).is_some_and(|queue| {
             queue.slow += 1;
             queue.should_start_worker()
         });
-        if calls {
+        if start_worker {
             tokio::spawn(self.clone().run_worker_boxed(prefix.to_owned()));
         }
-        let answers = asking.await;
+        let answers = response.await;
         if let Some(queue) = self.queues.lock().get_mut(prefix) {
             queue.slow -= 1;
         }
@@ -162,17 +162,17 @@ impl<E: BatchRpc> CoalescerShared<E> {
     fn next_batch(&self, prefix: &str) -> Option<Vec<PendingRequest<E>>> {
         let mut queues = self.queues.lock();
         let queue = queues.get_mut(prefix)?;
-        let (mut some, mut bytes) = (Vec::new(), 0);
-        while some.len() < MAX_BATCH_REQUESTS {
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        while batch.len() < MAX_BATCH_REQUESTS {
             let Some(next) = queue.pending.front() else { break };
             bytes += E::request_bytes(&next.request);
-            if bytes > MAX_BATCH_BYTES && !some.is_empty() {
+            if bytes > MAX_BATCH_BYTES && !batch.is_empty() {
                 break;
             }
-            some.extend(queue.pending.pop_front().filter(|one| !one.reply.is_closed()));
+            batch.extend(queue.pending.pop_front().filter(|pending| !pending.reply.is_closed()));
         }
-        if !some.is_empty() {
-            return Some(some);
+        if !batch.is_empty() {
+            return Some(batch);
         }
         queue.in_flight -= 1;
         if queue.in_flight == 0 && !queue.worker_scheduled {

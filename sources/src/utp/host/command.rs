@@ -49,7 +49,8 @@ impl ReceivedCommand {
     /// Parses the fields that are needed to report a result. Returns the reason if that fails; such
     /// a command becomes a dead letter.
     pub(super) fn parse(message: &Message) -> Result<Self, String> {
-        let parts = subject::parse(&message.subject).ok_or("this is no subject of ours")?;
+        let parts =
+            subject::parse(&message.subject).ok_or("this is not a subject of this server")?;
         let payload: Value = serde_json::from_slice(&message.payload)
             .map_err(|error| format!("the command is not JSON: {error}"))?;
         let Value::Object(fields) = payload else { return Err("a command is an object".into()) };
@@ -70,7 +71,7 @@ impl ReceivedCommand {
         };
         for (name, part) in [("cg-project-id", parts.project), ("cg-channel-id", parts.channel)] {
             if header(name).is_some_and(|value| value != part) {
-                return Err(format!("the header {name} is not what the subject says"));
+                return Err(format!("the header {name} does not match the subject"));
             }
         }
         let deadline = fields.get("deadline_at_ms").and_then(Value::as_u64);

@@ -55,11 +55,11 @@ struct PrefetchMessage {
 }
 
 impl PrefetchedCards {
-    pub(super) fn new(asker: HostRpcClient, target: &str) -> Arc<Self> {
-        let inbox = asker.connection.client().new_inbox();
+    pub(super) fn new(rpc_client: HostRpcClient, target: &str) -> Arc<Self> {
+        let inbox = rpc_client.connection.client().new_inbox();
         let target = target.to_owned();
         Arc::new(Self {
-            rpc: asker,
+            rpc: rpc_client,
             target,
             inbox,
             cache: Mutex::default(),
@@ -103,22 +103,23 @@ impl PrefetchedCards {
     /// Requests the cards of a subject prefix in advance, unless that was requested recently.
     pub(super) fn request_prefetch(self: &Arc<Self>, prefix: &str) {
         {
-            let (now, mut followed) = (Instant::now(), self.last_requested.lock());
+            let (now, mut last_requested) = (Instant::now(), self.last_requested.lock());
             let recent = |requested_at: &Instant| requested_at.elapsed() < FOLLOW_TTL / 3;
-            if followed.get(prefix).is_some_and(recent) {
+            if last_requested.get(prefix).is_some_and(recent) {
                 return;
             }
-            if followed.len() >= MAX_REQUESTED_PREFIXES {
-                followed.clear();
+            if last_requested.len() >= MAX_REQUESTED_PREFIXES {
+                last_requested.clear();
             }
-            followed.insert(prefix.to_owned(), now);
+            last_requested.insert(prefix.to_owned(), now);
         }
-        let (ahead, prefix) = (self.clone(), prefix.to_owned());
+        let (prefetched, prefix) = (self.clone(), prefix.to_owned());
         tokio::spawn(async move {
             let subject = format!("{prefix}.rpc.sys.cards.follow");
-            let body = json!({ "target": ahead.target, "inbox": ahead.inbox }).to_string();
-            let headers = ahead.rpc.headers("");
-            let client = ahead.rpc.connection.client();
+            let body =
+                json!({ "target": prefetched.target, "inbox": prefetched.inbox }).to_string();
+            let headers = prefetched.rpc.headers("");
+            let client = prefetched.rpc.connection.client();
             // If the server does not support prefetching, the host requests each card.
             if let Err(error) = client.publish_with_headers(subject, headers, body.into()).await {
                 tracing::debug!(%error, "requesting prefetched cards failed");

@@ -88,9 +88,9 @@ impl ServerClient {
         subject: &str,
         headers: HeaderMap,
         body: Vec<u8>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Option<Bytes> {
-        let (until, bytes) = (Instant::now() + patience, Bytes::from(body));
+        let (until, bytes) = (Instant::now() + timeout, Bytes::from(body));
         let mut wait = Duration::from_millis(50);
         while Instant::now() < until {
             let request = Request::new().payload(bytes.clone()).headers(headers.clone());
@@ -164,16 +164,16 @@ impl ServerClient {
         ended: bool,
     ) -> Result<CardArguments, CommandError> {
         let card_id = command.card_id.as_deref().unwrap_or_default();
-        let wrong = |message: String| Err(CommandError::rejected(Code::BadRequest, message));
+        let rejected = |message: String| Err(CommandError::rejected(Code::BadRequest, message));
         if card["type"] != "tool.call" {
-            return wrong(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
+            return rejected(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
         }
         if card["content"]["__type__"] != "ToolCallContent" {
-            return wrong(format!("the content of card \"{card_id}\" is no ToolCallContent"));
+            return rejected(format!("the content of card \"{card_id}\" is not a ToolCallContent"));
         }
         let id = card["tool_call_id"].as_str().unwrap_or_default();
         if !id.is_empty() && id != command.tool_call_id {
-            return wrong(format!("card \"{card_id}\" is of the call \"{id}\""));
+            return rejected(format!("card \"{card_id}\" is of the call \"{id}\""));
         }
         Ok(CardArguments {
             tool_name: card["content"]["tool_name"].as_str().unwrap_or_default().to_owned(),
@@ -203,8 +203,8 @@ impl ServerClient {
     /// Returns the id under which the server itself stores the call's result: a plain success under
     /// this id need not be stored again as a card.
     fn server_result_card_id(command: &ReceivedCommand) -> Option<String> {
-        let asked = command.card_id.as_deref()?;
-        let (id, _) = toolcrib::domain::utp::card::parse_derived_id(asked)?;
+        let command_card_id = command.card_id.as_deref()?;
+        let (id, _) = toolcrib::domain::utp::card::parse_derived_id(command_card_id)?;
         Some(toolcrib::domain::utp::card::derived_id(&id, toolcrib::domain::utp::card::TOOL_RESULT))
     }
 
@@ -337,8 +337,9 @@ impl ServerClient {
                 metadata[name] = meta[name].clone();
             }
         }
-        let plain = answer.status == toolcrib::domain::utp::ToolStatus::Success && !meta.is_null();
-        let server_card_id = Self::server_result_card_id(command).filter(|_| plain);
+        let is_plain_success =
+            answer.status == toolcrib::domain::utp::ToolStatus::Success && !meta.is_null();
+        let server_card_id = Self::server_result_card_id(command).filter(|_| is_plain_success);
         json!({
             "card_id": server_card_id.unwrap_or_else(|| Self::result_card_id(command)),
             "project_id": command.project,
@@ -359,7 +360,7 @@ impl ServerClient {
     /// Stores a command that can be neither executed nor answered as a dead letter.
     pub(super) async fn dead_letter(&self, message: &Message, reason: &str) -> ReportOutcome {
         let Some(parts) = toolcrib::domain::utp::subject::parse(&message.subject) else {
-            return ReportOutcome::Rejected("its subject is not one of ours".to_owned());
+            return ReportOutcome::Rejected("its subject is not one of this server".to_owned());
         };
         let mut dead_letter = json!({
             "reason": "malformed",

@@ -97,7 +97,7 @@ pub(super) async fn put_inbox_item(
             return Ok(InboxPutResult::New);
         }
     }
-    Err(StoreError::Unavailable("the place in the inbox is taken".to_owned()).into())
+    Err(StoreError::Unavailable("the position in the inbox is taken".to_owned()).into())
 }
 
 /// Inserts an item. A pending or consumed report of the same call, written by a tool service, is

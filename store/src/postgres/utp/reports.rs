@@ -74,9 +74,9 @@ pub(super) async fn list_pending_reports(
 /// call can be written.
 pub(super) async fn record_report_verdict(
     writer: &mut WriterConnection,
-    (number, judged): &(u64, ReportDisposition),
+    (number, disposition): &(u64, ReportDisposition),
 ) -> Result<(), SessionError> {
-    let (status, frees) = match judged {
+    let (status, frees) = match disposition {
         ReportDisposition::Applied => ("consumed", false),
         ReportDisposition::Late => ("skipped", false),
         ReportDisposition::Rejected => ("error", true),

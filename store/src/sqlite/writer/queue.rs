@@ -59,7 +59,7 @@ impl<T> WriteQueue<T> {
         Self { state: Mutex::new(waiting), wakeup: Condvar::new(), capacity }
     }
 
-    pub(super) fn push(&self, one: T) -> Result<(), PushError> {
+    pub(super) fn push(&self, item: T) -> Result<(), PushError> {
         let mut waiting = self.state.lock();
         if waiting.closed {
             return Err(PushError::Closed);
@@ -67,7 +67,7 @@ impl<T> WriteQueue<T> {
         if waiting.items.len() >= self.capacity {
             return Err(PushError::Full);
         }
-        waiting.items.push_back(one);
+        waiting.items.push_back(item);
         let many = waiting.consumer_expects_group && waiting.items.len() >= WAKE_BATCH;
         waiting.consumer_expects_group &= !many;
         let wake = std::mem::take(&mut waiting.consumer_asleep) || many;
@@ -118,8 +118,8 @@ impl<T> WriteQueue<T> {
         let until = at_most.map(|time| Instant::now() + time);
         let mut waiting = self.state.lock();
         loop {
-            if let Some(one) = waiting.items.pop_front() {
-                return PopResult::Item(one);
+            if let Some(item) = waiting.items.pop_front() {
+                return PopResult::Item(item);
             }
             if waiting.closed {
                 return PopResult::Closed;

@@ -207,3 +207,10 @@ async fn database_files_are_readable_by_their_owner_only() {
     assert_eq!(mode(&path), 0o600);
     assert_eq!(mode(&path.with_extension("db-wal")), 0o600);
 }
+
+#[test]
+fn the_linked_sqlite_has_the_fix_for_resets_of_the_wal() {
+    // Earlier versions can corrupt a database when a checkpoint resets the WAL.
+    let version = rusqlite::version_number();
+    assert!(version >= 3_051_003, "SQLite {} is linked", rusqlite::version());
+}

@@ -79,6 +79,7 @@ fn full_call() -> Call {
         hold: Some(Hold::Retry { at_ms: NOW + 777 }),
         attempt: 3,
         target_attempts: 3,
+        lost_attempts: 2,
         acknowledged_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),
@@ -164,7 +165,7 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
         }))
     };
     let hold = Some(Hold::Input { remaining_ms: 400 });
-    let asking =
+    let waits_for_input =
         Call { hold, deadline_ms: NOW + 3_600_000, elicitation: elicitation_with(true), ..call() };
     let answered = Call { elicitation: elicitation_with(false), ..call() };
     let limited = Call {
@@ -174,7 +175,7 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
         input_timeout_ms: 60_000,
         ..call()
     };
-    for held in [asking, answered, limited] {
+    for held in [waits_for_input, answered, limited] {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }

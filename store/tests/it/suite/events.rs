@@ -262,15 +262,15 @@ pub async fn events_implied_by_the_call_row_are_read_like_stored_ones(store: &dy
         let (mut running_call, mut records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
         if n % 5 == 0 {
             // Finished when it was first stored.
-            let over = ended(&running_call, Status::Succeeded, running_call.created_ms + 4);
-            let result = over.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
+            let ended_call = ended(&running_call, Status::Succeeded, running_call.created_ms + 4);
+            let result = ended_call.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
             let finished = EventRecord::new(EventKind::Finished, running_call.created_ms + 4, 1)
                 .with("latency_ms", 4)
                 .with("queue_ms", running_call.started_ms.unwrap() - running_call.created_ms)
                 .with("tool", "weather.query")
                 .with("result_bytes", result);
             records.push(finished);
-            running_call = toolcrib::Call { version: 1, ..over };
+            running_call = toolcrib::Call { version: 1, ..ended_call };
         }
         creating(store, &running_call, records.clone(), None).await.unwrap();
         events_read.extend(records.into_iter().map(|record| (running_call.clone(), record)));
@@ -320,21 +320,22 @@ pub async fn followers_see_every_event_once_and_in_order_while_calls_end(store: 
                 let (running_call, records) = accepted("followed");
                 creating(store, &running_call, records, None).await.unwrap();
                 append(store, &running_call, record(EventKind::Progress)).await;
-                let over = ended(&running_call, Status::Succeeded, running_call.created_ms + 9);
-                saving(store, &over, vec![record(EventKind::Finished)]).await.unwrap();
+                let ended_call =
+                    ended(&running_call, Status::Succeeded, running_call.created_ms + 9);
+                saving(store, &ended_call, vec![record(EventKind::Finished)]).await.unwrap();
             }
             return vec![];
         }
         let scope = if n % 2 == 0 { of_project("p") } else { of_run("p", "followed") };
         let mut seen: Vec<CallEvent> = Vec::new();
-        let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         // A gap would otherwise be waited for forever: the last event of the store ends the wait.
-        while seen.len() < EVENTS && std::time::Instant::now() < patience {
+        while seen.len() < EVENTS && std::time::Instant::now() < deadline {
             let after = seen.last().map_or(0, |event| event.number);
             let page = store.events(scope.clone(), after, 20 + n).await.unwrap();
             if page.is_empty() && store.last_event_number(of_project("p")).await.unwrap() <= after {
                 let all = store.events(scope.clone(), 0, EVENTS + 1).await.unwrap();
-                if all.len() == EVENTS {
+                if all.len() == EVENTS && all.last().is_some_and(|last| last.number <= after) {
                     break;
                 }
             }

@@ -98,9 +98,9 @@ pub async fn one_of_100_concurrent_creates_stores_the_call(store: &dyn Store) {
         pairs.map(|(call, answer)| (call.id, answer.unwrap())).collect::<Vec<_>>()
     });
     let (mut new_ids, mut replayed_ids) = (vec![], vec![]);
-    for (asked, answer) in created.into_iter().flatten() {
+    for (created_id, answer) in created.into_iter().flatten() {
         match answer {
-            CreateCallResult::New => new_ids.push(asked),
+            CreateCallResult::New => new_ids.push(created_id),
             CreateCallResult::Replayed(existing) => replayed_ids.push(existing.id),
             CreateCallResult::Mismatch(_) => panic!("the requests are the same"),
         }

@@ -17,7 +17,7 @@ fn filter_of(project: &str) -> CallFilter {
 }
 
 pub async fn the_newest_call_is_first(store: &dyn Store) {
-    // By creation time, whatever the order of their commits.
+    // By creation time, regardless of the order of their commits.
     let calls = [call_at(NOW), call_at(NOW + 500), call_at(NOW + 100)];
     for call in &calls {
         put(store, call).await;

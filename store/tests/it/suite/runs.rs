@@ -60,10 +60,10 @@ pub async fn a_run_is_read_back_as_it_was_created(store: &dyn Store) {
     let reply =
         ModelReply { text: "\u{fc}".into(), calls: vec![call], usage, ..ModelReply::default() };
     let tool_call_id = call_at(NOW).id;
-    let awaited = PendingCall { tool_call_id, call_id: "c".into(), name: "n".into() };
+    let pending = PendingCall { tool_call_id, call_id: "c".into(), name: "n".into() };
     let mut full = run("p", "run_1");
     full.progress =
-        RunProgress { pending_reply: Some(reply), pending_calls: vec![awaited], ..full.progress };
+        RunProgress { pending_reply: Some(reply), pending_calls: vec![pending], ..full.progress };
     full.progress
         .repeat_counters
         .insert("f".into(), RepeatCounter { times: 2, content_hash: u64::MAX });
@@ -101,13 +101,13 @@ pub async fn a_run_is_saved_by_version_together_with_its_journal(store: &dyn Sto
     let kinds: Vec<JournalKind> = journal.iter().map(|journaled| journaled.record.kind).collect();
     assert_eq!(kinds, [JournalKind::Created, JournalKind::Replied, JournalKind::Finished]);
     // An ended run can continue, and fail.
-    let trouble = RunError {
+    let error = RunError {
         code: "UPSTREAM_UNAVAILABLE".into(),
         message: "away".into(),
         detail: None,
         retryable: true,
     };
-    let failed = Run { status: RunStatus::Failed, error: Some(trouble), version: 3, ..next };
+    let failed = Run { status: RunStatus::Failed, error: Some(error), version: 3, ..next };
     assert_eq!(run_store.save_run(failed.clone(), Vec::new()).await.unwrap(), SaveResult::Saved);
     assert_eq!(read_back(store, "p", "run_1").await, Some(failed));
 }
@@ -132,10 +132,10 @@ pub async fn an_idempotency_key_makes_one_run(store: &dyn Store) {
 
 pub async fn runs_are_listed_newest_first_by_project_status_model_and_time(store: &dyn Store) {
     for n in 0..5_u64 {
-        let over = n % 2 == 1;
+        let has_ended = n % 2 == 1;
         let listed = Run {
-            status: if over { RunStatus::Canceled } else { RunStatus::Waiting },
-            ended_ms: over.then_some(NOW),
+            status: if has_ended { RunStatus::Canceled } else { RunStatus::Waiting },
+            ended_ms: has_ended.then_some(NOW),
             model: if n < 3 { "small".into() } else { "large".into() },
             created_ms: NOW + n,
             ..run("p", &format!("run_{n}"))
@@ -165,8 +165,8 @@ pub async fn open_runs_of_all_projects_are_read_in_pages(store: &dyn Store) {
     for (project, id) in [("a", "run_2"), ("b", "run_1"), ("a", "run_1"), ("c", "run_1")] {
         create(store, &run(project, id)).await;
     }
-    let over = Run { status: RunStatus::Failed, ended_ms: Some(NOW), ..run("b", "run_0") };
-    create(store, &over).await;
+    let ended_run = Run { status: RunStatus::Failed, ended_ms: Some(NOW), ..run("b", "run_0") };
+    create(store, &ended_run).await;
     let (mut after, mut all) = (None, Vec::new());
     loop {
         let page = store.runs().list_open_runs(after, 3).await.unwrap();
@@ -206,14 +206,14 @@ pub async fn journal_entries_and_call_events_share_one_numbering(store: &dyn Sto
 }
 
 pub async fn old_runs_are_purged_with_their_journals(store: &dyn Store) {
-    let over = |id: &str, ended_ms| Run {
+    let ended_run = |id: &str, ended_ms| Run {
         status: RunStatus::Succeeded,
         ended_ms: Some(ended_ms),
         ..run("p", id)
     };
-    create(store, &over("run_1", NOW)).await;
-    create(store, &over("run_2", NOW + 1)).await;
-    create(store, &over("run_3", NOW + 100)).await;
+    create(store, &ended_run("run_1", NOW)).await;
+    create(store, &ended_run("run_2", NOW + 1)).await;
+    create(store, &ended_run("run_3", NOW + 100)).await;
     create(store, &run("p", "run_4")).await;
     assert!(store.purge(NOW + 50, 1).await.unwrap().has_more);
     assert_eq!(read_back(store, "p", "run_1").await, None);

@@ -96,12 +96,12 @@ fn to_json(body: &impl Serialize) -> String {
 
 /// Resolves the number of requests in flight that a client requests. Clamps it to the maximum, and
 /// refuses 0, which no client that requests work can mean.
-fn resolve_window(field: &str, asked: Option<usize>, usual: usize) -> Result<usize, Error> {
-    match asked.unwrap_or(usual) {
+fn resolve_window(field: &str, requested: Option<usize>, default: usize) -> Result<usize, Error> {
+    match requested.unwrap_or(default) {
         0 => {
             let message = format!("{field} must be at least 1");
             Err(invalid_parameter(field, message))
         }
-        asked => Ok(asked.min(MAX_WINDOW)),
+        requested => Ok(requested.min(MAX_WINDOW)),
     }
 }

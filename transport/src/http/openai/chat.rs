@@ -64,8 +64,9 @@ pub(super) async fn complete(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::from_request(&state, request, "chat").await?;
-    let fields = &mut asker.fields;
+    let mut conversation_request =
+        ConversationRequest::from_request(&state, request, "chat").await?;
+    let fields = &mut conversation_request.fields;
     let model = fields.required_text("model")?;
     let messages =
         fields.list("messages")?.ok_or_else(|| invalid_field("messages", "is missing"))?;
@@ -78,7 +79,8 @@ pub(super) async fn complete(
     let format = CompletionFormat { model: model.clone(), with_usage };
     let before = SavedConversation::default();
     let mut requester =
-        Box::pin(open_conversation(&state, asker, &model, before, input, extras)).await?;
+        Box::pin(open_conversation(&state, conversation_request, &model, before, input, extras))
+            .await?;
     if stream {
         return crate::http::openai::chat::completion::stream_response(requester, format).await;
     }
@@ -95,7 +97,7 @@ pub(super) async fn complete(
 
 fn check_fields(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     if fields.take("n").is_some_and(|n| n != 1) {
-        return Err(invalid_field("n", "must be 1: one answer is given"));
+        return Err(invalid_field("n", "must be 1: only one choice is supported"));
     }
     for old in ["functions", "function_call"] {
         if fields.take(old).is_some() {

@@ -2,8 +2,9 @@
 //! over Toolcrib's tools until there is a response for the caller.
 //!
 //! A caller sees none of the calls of Toolcrib's tools, so it cannot send them back. If the model
-//! calls the caller's own tools after or beside Toolcrib's, Toolcrib saves the messages that the
-//! caller does not see (a saved conversation) and puts its id into the call ids that it returns:
+//! calls the caller's own tools after or together with Toolcrib's, Toolcrib saves the messages that
+//! the caller does not see (a saved conversation) and puts its id into the call ids that it
+//! returns:
 //! `call_CONVERSATION_0`. When the caller returns the results, the saved messages replace the
 //! caller's message with these calls.
 
@@ -12,13 +13,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::Request;
-use axum::http::{HeaderValue, header};
-use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::Conversation;
 use toolcrib::ports::model::{Delta, ResolvedModel};
@@ -28,7 +27,10 @@ use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;
 use super::fields::{RequestFields, ToolcribOptions, check_tools};
-use super::live::{ConversationEnd, LiveConversation, Requester};
+use super::live::{
+    ConversationEnd, ConversationError, ConversationResult, LiveConversation, LiveConversations,
+    Requester, StreamEvent,
+};
 use crate::auth;
 use crate::http::extract;
 use crate::http::openai::error::{OpenAiError, invalid_field, model_not_found};
@@ -78,92 +80,66 @@ pub(super) struct Input {
 }
 
 /// A conversation that is ready to run.
-pub(super) struct OpenAiConversation {
+struct OpenAiConversation {
     /// Prefix of the idempotency keys of its calls.
-    pub(super) id: String,
+    id: String,
     /// The request, if a repeated one may join the conversation.
     undelivered: Option<UndeliveredRequest>,
     /// Set if a repeated request continues the conversation from its checkpoint.
-    pub(super) resumed_delivery: Option<PendingDelivery>,
+    resumed_delivery: Option<PendingDelivery>,
     /// Summaries of the calls so far.
     call_summaries: Vec<Value>,
-    pub(super) engine: Engine,
-    pub(super) caller: Caller,
+    engine: Engine,
+    caller: Caller,
     model: ResolvedModel,
-    pub(super) options: RunOptions,
+    options: RunOptions,
     conversation: Conversation,
     /// Number of messages that the caller has or has seen.
     known_messages: usize,
     wait: Duration,
 }
 
-/// An event of the conversation that is streamed to the caller.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum StreamEvent {
-    /// The model started another response.
-    StepStarted,
-    TextDelta(String),
-    /// The model finished a response; calls may follow.
-    ModelReplied,
-}
-
 /// Receives the events of a conversation.
-pub(super) type EventSink<'a> = &'a (dyn Fn(StreamEvent) + Send + Sync);
-
-/// The result of a conversation.
-#[derive(Debug)]
-pub(super) struct ConversationResult {
-    /// The last text of the model.
-    pub(super) text: String,
-    /// The non-empty texts of all steps.
-    pub(super) texts: Vec<String>,
-    /// Calls of the caller's own tools.
-    pub(super) calls: Vec<ToolCallRequest>,
-    pub(super) finish_reason: FinishReason,
-    pub(super) usage: TokenUsage,
-    /// Additional information: the run, its steps, its calls, and the limit that ended it.
-    pub(super) metadata: Value,
-    /// The whole conversation, and the calls whose results are outstanding.
-    pub(super) conversation: SavedConversation,
-}
+type EventSink<'a> = &'a (dyn Fn(StreamEvent) + Send + Sync);
 
 /// Starts the conversation of a request, or joins that of an earlier request with the same body
 /// whose answer was not delivered.
 pub(super) async fn open_conversation(
     state: &HttpState,
-    asker: ConversationRequest,
+    request: ConversationRequest,
     model: &str,
     before: SavedConversation,
     input: Input,
     extras: ToolcribOptions,
 ) -> Result<Requester, OpenAiError> {
-    let (runs, caller) = (state.engine.runs().clone(), asker.caller.clone());
+    let (engine, caller) = (state.engine.clone(), request.caller.clone());
+    let conversations = engine.runs().conversations();
     let id = format!("chat_{}", ulid::Ulid::generate());
     let undelivered = match extras.rejoin {
         Some(false) => None,
-        _ => runs.undelivered_conversation(&caller, &id, asker.api, &asker.body),
+        _ => conversations.undelivered_request(&caller, &id, request.api, &request.body),
     };
-    let taken = undelivered.as_ref().and_then(|own| runs.take_over_conversation(&own.digest));
+    let joined_delivery = undelivered.as_ref().and_then(|own| conversations.take_over(&own.digest));
     let mut resumed = None;
-    if let Some(delivery) = taken {
+    if let Some(delivery) = joined_delivery {
         if let Some(live) = state.conversations.get(delivery.id()) {
             delivery.record_join();
             return Ok(live.take_over(delivery));
         }
-        match runs.load_checkpoint(&caller, delivery.id()).await? {
+        match conversations.load_checkpoint(&caller, delivery.id()).await? {
             Some(checkpoint) => resumed = Some((delivery, checkpoint)),
             None => delivery.mark_delivered(),
         }
     }
     let mut conversation =
-        OpenAiConversation::new(state, asker, model, before, input, extras).await?;
+        OpenAiConversation::new(state, request, model, before, input, extras).await?;
     conversation.id = id;
     conversation.undelivered = undelivered;
     if let Some((delivery, checkpoint)) = resumed {
         delivery.record_join();
         conversation.resume(delivery, checkpoint);
     }
-    Ok(LiveConversation::start(conversation, &state.conversations))
+    Ok(conversation.start(&state.conversations))
 }
 
 impl OpenAiConversation {
@@ -171,13 +147,13 @@ impl OpenAiConversation {
     /// of the request are the caller's own.
     async fn new(
         state: &HttpState,
-        asker: ConversationRequest,
+        request: ConversationRequest,
         model: &str,
         before: SavedConversation,
         input: Input,
         extras: ToolcribOptions,
     ) -> Result<Self, OpenAiError> {
-        let ConversationRequest { caller, fields, traceparent, .. } = asker;
+        let ConversationRequest { caller, fields, traceparent, .. } = request;
         let engine = state.engine.clone();
         let found = engine.runs().models().find(model);
         let chosen =
@@ -192,7 +168,7 @@ impl OpenAiConversation {
         let Input { instructions, messages, tools } = input;
         check_tools(&tools)?;
         check_messages(&messages)?;
-        let SavedConversation { mut messages, pending_calls: awaited } =
+        let SavedConversation { mut messages, pending_calls } =
             restore_unseen_messages(&engine, &caller, before, messages).await?;
         if let Some(text) = instructions {
             messages.insert(0, json!({ "role": "system", "content": text }));
@@ -201,7 +177,7 @@ impl OpenAiConversation {
             engine.runs().check_run_owner(&caller, run_id).await.map_err(point_at_run_id)?;
         }
         let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
-        let terms = RunOptions {
+        let options = RunOptions {
             tools: extras.tools,
             caller_tools: tools,
             settings: fields.0,
@@ -212,9 +188,9 @@ impl OpenAiConversation {
             ..RunOptions::new(chosen.name.clone(), run_id)
         };
         let wait_ms = extras.wait_ms.unwrap_or(DEFAULT_WAIT_MS).min(engine.limits().max_wait_ms);
-        let mut talk = Conversation::new(messages);
-        talk.progress.pending_calls = awaited;
-        let (known_messages, wait) = (talk.messages.len(), Duration::from_millis(wait_ms));
+        let mut conversation = Conversation::new(messages);
+        conversation.progress.pending_calls = pending_calls;
+        let (known_messages, wait) = (conversation.messages.len(), Duration::from_millis(wait_ms));
         Ok(Self {
             id: String::new(),
             undelivered: None,
@@ -223,8 +199,8 @@ impl OpenAiConversation {
             engine,
             caller,
             model: chosen,
-            options: terms,
-            conversation: talk,
+            options,
+            conversation,
             known_messages,
             wait,
         })
@@ -243,12 +219,25 @@ impl OpenAiConversation {
         self.resumed_delivery = Some(delivery);
     }
 
+    /// Starts the conversation in a task of its own. Returns its first requester.
+    fn start(mut self, conversations: &LiveConversations) -> Requester {
+        let live = LiveConversation::new(
+            self.id.clone(),
+            self.options.run_id.clone(),
+            self.engine.clone(),
+            self.caller.clone(),
+            conversations,
+        );
+        let resumed = self.resumed_delivery.take();
+        live.start(resumed, |live| self.run(live))
+    }
+
     /// Runs the agent loop until there is a response for the caller.
-    pub(super) async fn run(mut self, live: &Arc<LiveConversation>) -> ConversationEnd {
+    async fn run(mut self, live: Arc<LiveConversation>) -> ConversationEnd {
         let call_summaries = Mutex::new(std::mem::take(&mut self.call_summaries));
         let sink = |event: StreamEvent| live.push(event);
         self.replay_texts(&sink);
-        let ending = self.drive(live, &sink, &call_summaries).await;
+        let ending = self.drive(&live, &sink, &call_summaries).await;
         let calls_made = !call_summaries.lock().is_empty();
         ending.map_err(|error| ConversationError { error, calls_made })
     }
@@ -278,15 +267,15 @@ impl OpenAiConversation {
             received: String::new(),
             discarded: String::new(),
         });
-        let how = Mutex::new(FinishReason::ToolCalls);
-        let watch = |happening: LoopEvent<'_>| match happening {
+        let finish_reason = Mutex::new(FinishReason::ToolCalls);
+        let event_sink = |event: LoopEvent<'_>| match event {
             LoopEvent::ModelRequested { .. } => deduplicator.lock().start_step(),
             LoopEvent::ReplyDelta { piece: Delta::Text(text), .. } => {
                 deduplicator.lock().push_text(&text)
             }
             LoopEvent::ModelRetryScheduled { .. } => deduplicator.lock().restart_reply(),
             LoopEvent::ModelReplied { reply, .. } => {
-                *how.lock() = reply.finish_reason;
+                *finish_reason.lock() = reply.finish_reason;
                 (sink)(StreamEvent::ModelReplied);
             }
             LoopEvent::CallAnswered { settled, .. } => {
@@ -295,56 +284,54 @@ impl OpenAiConversation {
             _ => {}
         };
         let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
-        let mut turns = AgentLoop::new(engine.runs(), caller, &*model, &self.options, &watch)
-            .map_err(prefix_pointer)?;
+        let mut agent_loop =
+            AgentLoop::new(engine.runs(), caller, &*model, &self.options, &event_sink)
+                .map_err(prefix_pointer)?;
         let checkpoints = Checkpoints {
             live,
             undelivered: self.undelivered.as_ref(),
             known_messages: self.known_messages,
             call_summaries,
         };
-        let next = run_steps(&mut turns, &mut self.conversation, self.wait, &checkpoints).await?;
-        drop(turns);
-        let (text, calls, stopped, closing) = match next {
+        let next =
+            run_steps(&mut agent_loop, &mut self.conversation, self.wait, &checkpoints).await?;
+        drop(agent_loop);
+        let (text, calls, finish_reason, limit) = match next {
             StepOutcome::Answered(answer) => (
                 answer.text,
                 Vec::new(),
                 answer.finish_reason,
-                answer.stop_reason.map(|c| c.as_str()),
+                answer.stop_reason.map(|reason| reason.as_str()),
             ),
             StepOutcome::CallerToolCalls(calls) => {
                 let calls = self.save_unseen_messages(calls).await?;
+                let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 // A response that was cut off may contain calls with incomplete arguments.
-                let stopped = *how.lock();
-                (
-                    last_assistant_text(&self.conversation.messages[self.known_messages..]),
-                    calls,
-                    stopped,
-                    None,
-                )
+                let finish_reason = *finish_reason.lock();
+                (text, calls, finish_reason, None)
             }
             StepOutcome::AwaitingResults | StepOutcome::Continue => {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
-                let goes_on = || "It goes on in the background.".to_owned();
-                let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(goes_on);
+                let still_running = || "It continues in the background.".to_owned();
+                let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
                 (text, Vec::new(), FinishReason::Stop, None)
             }
         };
         deduplicator.lock().finish(&text);
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
-        let about = json!({ "run_id": self.options.run_id, "steps": progress.steps,
-            "tool_calls": *call_summaries.lock(), "limit_reached": closing });
+        let metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
+            "tool_calls": *call_summaries.lock(), "limit_reached": limit });
         let messages = std::mem::take(&mut self.conversation.messages);
-        let thread = SavedConversation { messages, pending_calls: progress.pending_calls };
+        let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
             text,
             texts,
             calls,
-            finish_reason: stopped,
+            finish_reason,
             usage: progress.usage,
-            metadata: about,
-            conversation: thread,
+            metadata,
+            conversation,
         })
     }
 
@@ -361,24 +348,22 @@ impl OpenAiConversation {
         let id = ulid::Ulid::generate().to_string();
         let tail = &mut self.conversation.messages[self.known_messages..];
         let step = tail.iter_mut().rev().find(|message| message["role"] == "assistant");
-        let asked = step.and_then(|message| message["tool_calls"].as_array_mut());
-        for asked in asked.into_iter().flatten() {
-            let index = calls.iter().position(|call| asked["id"] == call.id.as_str());
+        let tool_calls = step.and_then(|message| message["tool_calls"].as_array_mut());
+        for tool_call in tool_calls.into_iter().flatten() {
+            let index = calls.iter().position(|call| tool_call["id"] == call.id.as_str());
             if let Some(index) = index {
-                asked["id"] = format!("call_{id}_{index}").into();
+                tool_call["id"] = format!("call_{id}_{index}").into();
             }
         }
         for (index, call) in calls.iter_mut().enumerate() {
             call.id = format!("call_{id}_{index}");
         }
-        let (messages, awaited) = (tail.to_vec(), self.conversation.progress.pending_calls.clone());
+        let (messages, pending_calls) =
+            (tail.to_vec(), self.conversation.progress.pending_calls.clone());
         self.engine
             .runs()
-            .save_conversation(
-                &self.caller,
-                &id,
-                &SavedConversation { messages, pending_calls: awaited },
-            )
+            .conversations()
+            .save(&self.caller, &id, &SavedConversation { messages, pending_calls })
             .await?;
         Ok(calls)
     }
@@ -404,22 +389,22 @@ async fn restore_unseen_messages(
     let goes_on_from = last_message.and_then(saved_conversation_id);
     for message in messages {
         let id = saved_conversation_id(&message).filter(|id| newest.contains(id));
-        // Calls of one step that come back in several messages still belong to one step.
+        // Calls of one step that return in several messages still belong to one step.
         if id.as_ref().is_some_and(|id| restored.contains(id)) {
             continue;
         }
         let saved = match &id {
-            Some(id) => engine.runs().load_saved_conversation(caller, id).await?,
+            Some(id) => engine.runs().conversations().load(caller, id).await?,
             None => None,
         };
         match (saved, id) {
-            (Some(thread), Some(id)) => {
-                drop_repeated_messages(&mut all.messages, start, &thread.messages);
-                all.messages.extend(thread.messages);
+            (Some(conversation), Some(id)) => {
+                drop_repeated_messages(&mut all.messages, start, &conversation.messages);
+                all.messages.extend(conversation.messages);
                 // For earlier saved conversations, late results were delivered and answered when
                 // the caller continued from there.
                 if goes_on_from.as_ref() == Some(&id) {
-                    all.pending_calls.extend(thread.pending_calls);
+                    all.pending_calls.extend(conversation.pending_calls);
                 }
                 restored.insert(id);
             }
@@ -432,8 +417,8 @@ async fn restore_unseen_messages(
 /// Drops trailing messages that the saved conversation contains as well: in the Responses format,
 /// the text before a call of Toolcrib's tools is a separate message, and callers send it back as
 /// one.
-fn drop_repeated_messages(messages: &mut Vec<Value>, start: usize, thread: &[Value]) {
-    let contents = thread.iter().rev().filter(|message| message["role"] == "assistant");
+fn drop_repeated_messages(messages: &mut Vec<Value>, start: usize, saved: &[Value]) {
+    let contents = saved.iter().rev().filter(|message| message["role"] == "assistant");
     let mut contents = contents.map(|message| &message["content"]);
     while messages.len() > start
         && let Some(last) = messages.last()
@@ -549,37 +534,6 @@ impl TextDeduplicator<'_> {
     }
 }
 
-/// A conversation that ended with an error.
-pub(super) struct ConversationError {
-    error: Error,
-    /// True if calls were made before the error. OpenAI's SDKs retry requests by themselves, and a
-    /// retry would make all these calls again.
-    calls_made: bool,
-}
-
-impl ConversationError {
-    /// Returns the error. An internal one, which only the log describes, loses its source.
-    pub(super) fn to_error(&self) -> Error {
-        match &self.error {
-            Error::Refused { fault, retry_after_ms } => {
-                Error::Refused { fault: fault.clone(), retry_after_ms: *retry_after_ms }
-            }
-            Error::Internal(source) => Error::Internal(source.to_string().into()),
-        }
-    }
-
-    /// Returns the response. Several requesters may get it, one after the other.
-    pub(super) fn to_response(&self) -> Response {
-        let mut answer = OpenAiError(self.to_error()).into_response();
-        if self.calls_made {
-            let never = HeaderValue::from_static("false");
-            answer.headers_mut().insert("x-should-retry", never);
-            answer.headers_mut().remove(header::RETRY_AFTER);
-        }
-        answer
-    }
-}
-
 /// The checkpoints of a conversation. One is stored before each step that has side effects.
 struct Checkpoints<'a> {
     live: &'a Arc<LiveConversation>,
@@ -607,11 +561,11 @@ impl Checkpoints<'_> {
             known_messages: self.known_messages,
             call_summaries: self.call_summaries.lock().clone(),
         };
-        let runs = self.live.engine.runs();
-        runs.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
+        let conversations = self.live.engine.runs().conversations();
+        conversations.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
         agent_loop.set_idempotency_prefix(Some(request.id.clone()));
         let is_first = !self.live.has_checkpoint();
-        if is_first && !self.live.set_delivery(runs.start_delivery(request.clone())) {
+        if is_first && !self.live.set_delivery(conversations.start_delivery(request.clone())) {
             let message = "the requester has disconnected; nothing more is done";
             return Err(Error::refused(Code::Canceled, message));
         }

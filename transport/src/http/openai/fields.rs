@@ -89,7 +89,7 @@ pub(super) fn check_tools(tools: &[Value]) -> Result<(), OpenAiError> {
             return Err(invalid_field(&format!("tools.{n}.function.name"), "is missing"));
         };
         if names.contains(&name) {
-            let reason = format!("is there twice: {name:?}");
+            let reason = format!("is listed twice: {name:?}");
             return Err(invalid_field(&format!("tools.{n}.function.name"), reason));
         }
         names.push(name);

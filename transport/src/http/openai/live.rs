@@ -1,25 +1,85 @@
 //! Conversations in progress: each runs in a task of its own and is followed by its requester.
 //!
 //! A conversation that only reads ends with its requester's connection. One that has made calls
-//! with side effects goes on: a repeated request takes it over, follows it from its first event and
-//! gets its answer. If none comes within the grace period, the conversation stops; it can still be
-//! continued from its checkpoint ([`toolcrib::runs::ConversationCheckpoint`]).
+//! with side effects continues: a repeated request takes it over, follows it from its first event
+//! and gets its answer. If none comes within the grace period, the conversation stops; it can still
+//! be continued from its checkpoint ([`toolcrib::runs::ConversationCheckpoint`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use axum::http::HeaderValue;
-use axum::response::Response;
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::watch;
 use toolcrib::calls::PendingDelivery;
 use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
+use toolcrib::runs::SavedConversation;
 use toolcrib::{Caller, Engine};
 
-use super::conversation::{ConversationError, ConversationResult, OpenAiConversation, StreamEvent};
+use super::error::OpenAiError;
 use crate::delivery::{AnswerDelivery, JOINED_HEADER, ResponseDeliveries};
+
+/// An event of the conversation that is streamed to the caller.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum StreamEvent {
+    /// The model started another response.
+    StepStarted,
+    TextDelta(String),
+    /// The model finished a response; calls may follow.
+    ModelReplied,
+}
+
+/// The result of a conversation.
+#[derive(Debug)]
+pub(super) struct ConversationResult {
+    /// The last text of the model.
+    pub(super) text: String,
+    /// The non-empty texts of all steps.
+    pub(super) texts: Vec<String>,
+    /// Calls of the caller's own tools.
+    pub(super) calls: Vec<ToolCallRequest>,
+    pub(super) finish_reason: FinishReason,
+    pub(super) usage: TokenUsage,
+    /// Additional information: the run, its steps, its calls, and the limit that ended it.
+    pub(super) metadata: Value,
+    /// The whole conversation, and the calls whose results are outstanding.
+    pub(super) conversation: SavedConversation,
+}
+
+/// A conversation that ended with an error.
+pub(super) struct ConversationError {
+    pub(super) error: Error,
+    /// True if calls were made before the error. OpenAI's SDKs retry requests by themselves, and a
+    /// retry would make all these calls again.
+    pub(super) calls_made: bool,
+}
+
+impl ConversationError {
+    /// Returns the error. An internal one, which only the log describes, loses its source.
+    pub(super) fn to_error(&self) -> Error {
+        match &self.error {
+            Error::Refused { fault, retry_after_ms } => {
+                Error::Refused { fault: fault.clone(), retry_after_ms: *retry_after_ms }
+            }
+            Error::Internal(source) => Error::Internal(source.to_string().into()),
+        }
+    }
+
+    /// Returns the response. Several requesters may get it, one after the other.
+    pub(super) fn to_response(&self) -> Response {
+        let mut answer = OpenAiError(self.to_error()).into_response();
+        if self.calls_made {
+            let never = HeaderValue::from_static("false");
+            answer.headers_mut().insert("x-should-retry", never);
+            answer.headers_mut().remove(header::RETRY_AFTER);
+        }
+        answer
+    }
+}
 
 /// The end of a conversation.
 pub(super) type ConversationEnd = Result<ConversationResult, ConversationError>;
@@ -60,33 +120,47 @@ pub(super) struct LiveConversation {
 }
 
 impl LiveConversation {
-    /// Starts a conversation. Returns its first requester.
-    pub(super) fn start(
-        mut conversation: OpenAiConversation,
+    /// Creates a conversation that has not started.
+    pub(super) fn new(
+        id: String,
+        run_id: String,
+        engine: Engine,
+        caller: Caller,
         conversations: &LiveConversations,
-    ) -> Requester {
-        let live = Arc::new(Self {
-            id: conversation.id.clone(),
-            run_id: conversation.options.run_id.clone(),
-            engine: conversation.engine.clone(),
-            caller: conversation.caller.clone(),
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            id,
+            run_id,
+            engine,
+            caller,
             conversations: conversations.clone(),
             state: Mutex::default(),
             changes: watch::Sender::new(0),
             task: Mutex::default(),
-        });
-        let joined = conversation.resumed_delivery.is_some();
-        if let Some(delivery) = conversation.resumed_delivery.take() {
-            live.set_delivery(delivery);
+        })
+    }
+
+    /// Runs the conversation in a task of its own. `resumed` is the delivery of a repeated request
+    /// that continues it from its checkpoint. Returns its first requester.
+    pub(super) fn start<F>(
+        self: Arc<Self>,
+        resumed: Option<PendingDelivery>,
+        run: impl FnOnce(Arc<Self>) -> F,
+    ) -> Requester
+    where
+        F: Future<Output = ConversationEnd> + Send + 'static,
+    {
+        let joined = resumed.is_some();
+        if let Some(delivery) = resumed {
+            self.set_delivery(delivery);
         }
-        let ended = EndedOnDrop(live.clone());
+        let (running, ended) = (Box::pin(run(self.clone())), EndedOnDrop(self.clone()));
         let task = tokio::spawn(async move {
-            let live = &ended.0;
-            let end = Box::pin(conversation.run(live)).await;
-            live.update(|state| state.end = Some(Arc::new(end)));
+            let end = running.await;
+            ended.0.update(|state| state.end = Some(Arc::new(end)));
         });
-        *live.task.lock() = Some(task.abort_handle());
-        Requester::new(live, joined)
+        *self.task.lock() = Some(task.abort_handle());
+        Requester::new(self, joined)
     }
 
     /// Continues a conversation for a repeated request. Returns its new requester.
@@ -129,15 +203,15 @@ impl LiveConversation {
         self.conversations.0.lock().remove(&self.id);
     }
 
-    /// Stops the conversation if its requester does not come back in time.
+    /// Stops the conversation if its requester does not return in time.
     async fn stop_after_grace(self: Arc<Self>) {
-        let runs = self.engine.runs().clone();
-        if !runs.wait_for_requester(&self.caller, &self.id).await {
+        let conversations = self.engine.runs().conversations();
+        if !conversations.wait_for_requester(&self.caller, &self.id).await {
             return;
         }
         // The answer of a conversation that has ended is given for as long as it can be joined.
         let has_ended = self.state.lock().end.is_some();
-        if !has_ended || runs.wait_for_rejoin_window(&self.caller, &self.id).await {
+        if !has_ended || conversations.wait_for_rejoin_window(&self.caller, &self.id).await {
             self.stop();
         }
     }
@@ -221,7 +295,7 @@ impl Requester {
                 Some(ConversationUpdate::Event(_)) => {}
                 Some(ConversationUpdate::Finished(end)) => return Ok(end),
                 None => {
-                    let message = "the conversation broke off; see the server's log";
+                    let message = "the conversation failed; see the server's log";
                     return Err(Error::refused(Code::Internal, message));
                 }
             }

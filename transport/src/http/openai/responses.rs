@@ -68,8 +68,9 @@ pub(super) async fn create_response(
     State(state): State<HttpState>,
     request: Request,
 ) -> Result<Response, OpenAiError> {
-    let mut asker = ConversationRequest::from_request(&state, request, "responses").await?;
-    let fields = &mut asker.fields;
+    let mut conversation_request =
+        ConversationRequest::from_request(&state, request, "responses").await?;
+    let fields = &mut conversation_request.fields;
     let model = fields.required_text("model")?;
     let mut builder = ResponseBuilder::new(&model, &fields.0);
     let input = fields.take("input").ok_or_else(|| invalid_field("input", "is missing"))?;
@@ -87,14 +88,25 @@ pub(super) async fn create_response(
         Some(id) => state
             .engine
             .runs()
-            .load_saved_conversation(&asker.caller, &id)
+            .conversations()
+            .load(&conversation_request.caller, &id)
             .await?
             .ok_or_else(|| response_not_found(&id))?,
     };
     let model_input = Input { instructions, messages, tools };
-    let target = ResponseTarget { engine: state.engine.clone(), caller: asker.caller.clone() };
-    let requester =
-        Box::pin(open_conversation(&state, asker, &model, before, model_input, extras)).await?;
+    let target = ResponseTarget {
+        engine: state.engine.clone(),
+        caller: conversation_request.caller.clone(),
+    };
+    let requester = Box::pin(open_conversation(
+        &state,
+        conversation_request,
+        &model,
+        before,
+        model_input,
+        extras,
+    ))
+    .await?;
     if stream {
         return response::stream_response(requester, builder, target).await;
     }
@@ -105,7 +117,7 @@ fn response_not_found(id: &str) -> OpenAiError {
     let excerpt: String = id.chars().filter(|c| !c.is_control()).take(80).collect();
     let detail = json!({ "pointer": "/previous_response_id",
         "code": "previous_response_not_found" });
-    let message = format!("there is no response \"{excerpt}\" to go on from");
+    let message = format!("there is no response \"{excerpt}\" to continue from");
     Fault::new(Code::NotFound, message).without_side_effect().with_detail(detail).into()
 }
 
@@ -114,7 +126,7 @@ fn translate_settings(fields: &mut RequestFields) -> Result<(), OpenAiError> {
     if fields.0.get("background") == Some(&Value::Bool(true)) {
         return Err(invalid_field(
             "background",
-            "is not supported: POST /v1/runs goes on by itself",
+            "is not supported: POST /v1/runs runs in the background",
         ));
     }
     for unknown in ["conversation", "prompt"] {

@@ -127,7 +127,7 @@ pub(super) fn validate(
     if let (Some(HttpToolSpec::Jina), Some(endpoints)) = (local_spec, jina) {
         jina::check_endpoint(&options, endpoints).map_err(bad_request)?;
     }
-    let usual = match local_spec {
+    let default = match local_spec {
         Some(plan) if plan.is_get(&options) => Effect::Read,
         _ => Effect::default(),
     };
@@ -140,7 +140,7 @@ pub(super) fn validate(
             (Some(_), None | Some(Value::Null)) => AfterExecution::Suspend.as_str().to_owned(),
             _ => text_field(fields, "after_execution")?,
         },
-        effect: typed_field(fields, "effect")?.unwrap_or(usual),
+        effect: typed_field(fields, "effect")?.unwrap_or(default),
         risk: match typed_field(fields, "risk")? {
             Some(risk) => risk,
             None => typed_field(fields, "risk_level")?.unwrap_or_default(),
@@ -268,7 +268,7 @@ impl ValidatedDefinition {
             return Err(bad_request(message));
         }
         if self.name == IMPORT_SEGMENT {
-            return Err(bad_request("import cannot be a tool's name: it is the way to import"));
+            return Err(bad_request("import cannot be a tool name: the route for imports has it"));
         }
         let after_execution: AfterExecution = self
             .after_execution

@@ -93,7 +93,7 @@ pub(super) async fn import(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(project): NamePath,
-    QueryParams(asked): QueryParams<ImportQuery>,
+    QueryParams(query): QueryParams<ImportQuery>,
     request: Request,
 ) -> Result<Response, ApiError> {
     if !caller.may_provide() {
@@ -104,8 +104,8 @@ pub(super) async fn import(
     let limit = state.settings.max_body_bytes;
     let document =
         definition::read_document(request, limit, toolcrib_protocol::yaml::parse_large).await?;
-    let dry_run = asked.dry_run.unwrap_or(false);
-    let options = parse_options(asked)?;
+    let dry_run = query.dry_run.unwrap_or(false);
+    let options = parse_options(query)?;
     let timeout_ms = state.engine.registry().default_timeout_ms(&caller);
     let project = caller.project.clone();
     let importing = compile_off_thread(&caller.project, move || {
@@ -156,16 +156,16 @@ fn destination_warnings(rules: Option<&DestinationRules>, tools: &[ImportedTool]
     warnings
 }
 
-fn parse_options(asked: ImportQuery) -> Result<ImportOptions, Error> {
+fn parse_options(query: ImportQuery) -> Result<ImportOptions, Error> {
     let invalid = |field: &str, message: String| {
         let fault = Fault::new(Code::ValidationError, message);
         Error::from(fault.with_detail(json!({ "pointer": format!("/{field}") })))
     };
-    let prefix = asked.prefix.filter(|prefix| !prefix.is_empty());
+    let prefix = query.prefix.filter(|prefix| !prefix.is_empty());
     if let Some(prefix) = &prefix {
         check_tool_name(prefix).map_err(|error| invalid("prefix", format!("prefix: {error}")))?;
     }
-    let server = asked.server.filter(|server| !server.is_empty());
+    let server = query.server.filter(|server| !server.is_empty());
     if server
         .as_ref()
         .is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://"))

@@ -16,6 +16,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::HttpState;
 use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::wait_param::admit_long_poll;
 
 /// An agent that can be woken up.
 #[derive(Serialize, Deserialize, ToSchema)]
@@ -129,9 +130,11 @@ pub(super) async fn inbox(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
     QueryParams(query): QueryParams<InboxQuery>,
+    request: Parts,
 ) -> Result<Json<Value>, ApiError> {
     let limit = query.limit.unwrap_or(20).clamp(1, 200);
     let wait_ms = query.wait_ms.unwrap_or(0);
+    let _permit = admit_long_poll(&request, wait_ms)?;
     let items = state.engine.utp().inbox(&caller, &agent_id, limit, wait_ms).await?;
     Ok(Json(json!({ "items": items.iter().map(wire::inbox_item_json).collect::<Vec<_>>() })))
 }
@@ -229,9 +232,10 @@ pub(super) async fn dispatch(
     path: TurnPath,
     JsonBody(body): JsonBody<DispatchBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let asked = body.into_dispatch();
+    let dispatch = body.into_dispatch();
     let sent =
-        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, asked)).await?;
+        Box::pin(state.engine.utp().dispatch_step(&caller, &path.agent, &path.turn, dispatch))
+            .await?;
     Ok(Json(turn_body(&sent.turn, &sent.calls)))
 }
 
@@ -300,7 +304,7 @@ pub(super) async fn suspend(
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
     responses((status = 200, description = "The turn with the results"),
         (status = 404, body = ProblemDetails),
-        (status = 409, description = "Calls are still out, or it is not suspended", body = ProblemDetails)))]
+        (status = 409, description = "Calls are still open, or the turn is not suspended", body = ProblemDetails)))]
 pub(super) async fn resume(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,

@@ -172,7 +172,7 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
     request_body = BatchBody,
     responses(
         (status = 200, description = "All have ended", body = BatchResponseBody),
-        (status = 202, description = "Some go on: these are tickets", body = BatchResponseBody),
+        (status = 202, description = "Some calls are still open", body = BatchResponseBody),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
         (status = 503, body = ProblemDetails)
@@ -184,11 +184,11 @@ pub(super) async fn run_batch(
     carried: CallHeaders,
     StrictJsonBody(body): StrictJsonBody<BatchBody>,
 ) -> Result<Response, ApiError> {
-    let mut asked = parse_batch(body)?;
-    asked.wait_ms = wait.resolve_ms(asked.wait_ms);
-    asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
-    asked.traceparent = carried.traceparent;
-    let answering = state.engine.calls().run_batch_with_renderer(&caller, asked, Some(result_json));
+    let mut batch = parse_batch(body)?;
+    batch.wait_ms = wait.resolve_ms(batch.wait_ms);
+    batch.idempotency_key = carried.idempotency_key(batch.idempotency_key)?;
+    batch.traceparent = carried.traceparent;
+    let answering = state.engine.calls().run_batch_with_renderer(&caller, batch, Some(result_json));
     let mut answer = Box::pin(answering).await?;
     let mut response = batch_response(&answer);
     let first = answer.results.iter().find_map(BatchEntryResult::call);

@@ -121,12 +121,12 @@ pub(super) fn parse_since(text: Option<&str>) -> Result<Option<u64>, Error> {
 pub(super) const DEFAULT_PAGE_SIZE: u64 = 50;
 
 pub(super) fn unknown_cursor() -> Error {
-    invalid_parameter("cursor", "cursor is not one that was given out")
+    invalid_parameter("cursor", "cursor is not valid")
 }
 
 /// Validates the page size.
-pub(super) fn parse_page_limit(limit: Option<u64>, usual: u64) -> Result<usize, Error> {
-    let limit = limit.unwrap_or(usual);
+pub(super) fn parse_page_limit(limit: Option<u64>, default: u64) -> Result<usize, Error> {
+    let limit = limit.unwrap_or(default);
     if !(1..=200).contains(&limit) {
         return Err(invalid_parameter("limit", "limit must be from 1 to 200"));
     }
@@ -175,7 +175,7 @@ impl CancelCallBody {
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = CancelCallBody,
     responses((status = 200, body = CallBody), (status = 404, body = ProblemDetails),
-        (status = 409, description = "It has ended otherwise", body = ProblemDetails)))]
+        (status = 409, description = "It has already ended", body = ProblemDetails)))]
 pub(super) async fn cancel(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,

@@ -113,7 +113,7 @@ pub(super) struct ToolResultBody {
 
 /// Reports the result of a command.
 #[utoipa::path(post, path = "/v1/tool_results", tag = "providers", request_body = ToolResultBody,
-    responses((status = 200, description = "Taken: {ok, inbox_id, duplicate, late}"),
+    responses((status = 200, description = "Accepted: {ok, inbox_id, duplicate, late}"),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]
@@ -219,7 +219,7 @@ pub(super) async fn dead_letters(
 /// message.
 #[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
     params(("id" = String, Path, description = "The dead letter")),
-    responses((status = 200, description = "What it came to"), (status = 403, body = ProblemDetails),
+    responses((status = 200, description = "Result of the redrive"), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn redrive(
     State(state): State<HttpState>,
@@ -229,7 +229,7 @@ pub(super) async fn redrive(
     let engine = &state.engine;
     let dead_letter = engine.utp().find_dead_letter(&caller, &id).await?;
     if dead_letter.truncated {
-        let message = "it was too large to be kept whole, so it cannot be tried again";
+        let message = "it was too large to be stored completely, so it cannot be redriven";
         return Err(Error::refused(Code::Conflict, message).into());
     }
     if dead_letter.kind != "report" {

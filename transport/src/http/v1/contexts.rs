@@ -35,8 +35,8 @@ pub(super) struct ContextQuery {
     /// conversation together (default: unlimited).
     #[param(value_type = Option<u64>, minimum = 1)]
     budget_tokens: Option<String>,
-    /// Number of the newest calls to include, beside those that are still open: 1 to 200 (default:
-    /// 50).
+    /// Number of the newest calls to include, in addition to those that are still open: 1 to 200
+    /// (default: 50).
     #[param(value_type = Option<u64>, minimum = 1, maximum = 200)]
     limit: Option<String>,
 }
@@ -68,8 +68,8 @@ impl ContextQuery {
     }
 
     fn limit(&self) -> Result<usize, Error> {
-        let (usual, max) = CONTEXT_CALL_LIMITS;
-        Ok(parse_number("limit", self.limit.as_deref(), max)?.unwrap_or(usual))
+        let (default, max) = CONTEXT_CALL_LIMITS;
+        Ok(parse_number("limit", self.limit.as_deref(), max)?.unwrap_or(default))
     }
 }
 
@@ -205,7 +205,8 @@ pub(super) struct OmittedCountsBody {
     params(("run_id" = String, Path, description = "The run"), ContextQuery),
     responses(
         (status = 200, description = "As JSON; with format=openai or anthropic, messages and \
-            tools; with format=prompt, a text (or JSON, where Accept asks for it)",
+                                      tools; with format=prompt, a text (or JSON, if Accept \
+                                      requests it)",
             body = ContextBody),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn show(
@@ -264,7 +265,7 @@ pub(super) struct RunToolsBody {
     tool_definitions: Vec<ToolBody>,
 }
 
-/// Replaces the tools that a run lists: the caller's own, beside those of Toolcrib.
+/// Replaces the tools that a run lists: the caller's own, in addition to those of Toolcrib.
 ///
 /// This has no effect on the tools that may be called.
 #[utoipa::path(put, path = "/v1/runs/{run_id}/context/tool_definitions", tag = "agents",

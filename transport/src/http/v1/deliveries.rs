@@ -1,4 +1,4 @@
-//! Webhook deliveries: their status and tries, and redelivery.
+//! Webhook deliveries: their status and attempts, and redelivery.
 
 use axum::Json;
 use axum::extract::State;
@@ -18,7 +18,7 @@ use crate::http::problem::{ApiError, ProblemDetails};
 /// The delivery of one call's outcome to its `callback_url`.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct DeliveryBody {
-    /// The `webhook-id` header of every try.
+    /// The `webhook-id` header of every attempt.
     webhook_id: String,
     tool_call_id: String,
     /// The same as `tool_call_id`.
@@ -26,13 +26,13 @@ pub(super) struct DeliveryBody {
     url: String,
     /// `waiting` (for the call to end), `pending`, `delivered`, `gone` or `exhausted`.
     status: &'static str,
-    /// Number of tries so far.
+    /// Number of attempts so far.
     tries: u32,
-    /// Time of the next try, while `pending`.
+    /// Time of the next attempt, while `pending`.
     next_try_at_ms: Option<u64>,
     /// Error of the last try.
     last_error: Option<String>,
-    /// The last tries, up to 100. Omitted in lists.
+    /// The last attempts, up to 100. Omitted in lists.
     #[serde(skip_serializing_if = "Option::is_none")]
     log: Option<Vec<TryBody>>,
 }
@@ -112,13 +112,14 @@ pub(super) async fn list(
     let (before, limit) = parse_page(listing.cursor.as_deref(), listing.limit)?;
     let query = DeliveryQuery { status, before, limit };
     let page = state.engine.webhooks().deliveries(&caller, query).await?;
-    let deliveries = page.deliveries.iter().map(|one| DeliveryBody::new(one, None)).collect();
+    let deliveries =
+        page.deliveries.iter().map(|delivery| DeliveryBody::new(delivery, None)).collect();
     let next_cursor = page.next_before.map(|id| id.to_string());
     let list = DeliveryList { deliveries, next_cursor: next_cursor.clone() };
     Ok(pagination::page_response(list, next_cursor))
 }
 
-/// Returns the delivery of a call's outcome, with its tries; empty without a `callback_url`.
+/// Returns the delivery of a call's outcome, with its attempts; empty without a `callback_url`.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/deliveries", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     responses((status = 200, body = DeliveryList), (status = 403, body = ProblemDetails),
@@ -133,7 +134,7 @@ pub(super) async fn call_deliveries(
     Ok(Json(DeliveryList { deliveries: deliveries.into_iter().collect(), next_cursor: None }))
 }
 
-/// Redelivers at once, whatever the present status, and restarts the retry schedule.
+/// Redelivers at once, regardless of the present status, and restarts the retry schedule.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/deliveries/repeat", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     responses((status = 202, body = DeliveryBody), (status = 403, body = ProblemDetails),

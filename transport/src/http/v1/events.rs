@@ -44,7 +44,7 @@ pub(super) struct EventStreamQuery {
 /// Streams the events of one call until it ends.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/events", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket"), EventStreamQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn call_events(
@@ -62,7 +62,7 @@ pub(super) async fn call_events(
 
 /// Streams the events of all calls of the project, by default from now on.
 #[utoipa::path(get, path = "/v1/events", tag = "agents",
-    params(EventStreamQuery, ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+    params(EventStreamQuery, ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
 pub(super) async fn project_events(
     State(state): State<HttpState>,

@@ -212,10 +212,10 @@ async fn result_for_model<'a>(
     budget: u64,
 ) -> Result<ResultForModelBody<'a>, Error> {
     let ResultQuery { pointer, offset, limit, grep, raw, query, .. } = reading;
-    let others =
+    let slice_fields =
         [("pointer", pointer), ("offset", offset), ("limit", limit), ("grep", grep), ("raw", raw)];
     let is_set = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
-    if let Some((field, _)) = others.into_iter().find(|(_, value)| is_set(value)) {
+    if let Some((field, _)) = slice_fields.into_iter().find(|(_, value)| is_set(value)) {
         let message = format!("{field} reads a part, budget_tokens the whole: give one of them");
         return Err(param_error(field, &message));
     }

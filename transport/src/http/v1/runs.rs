@@ -39,9 +39,9 @@ use crate::http::wait_param::WaitParam;
         ("Idempotency-Key" = Option<String>, Header, description = "Same key, same run")),
     request_body = RunBody,
     responses(
-        (status = 200, description = "With wait_ms, when it is over; with stream, its events",
+        (status = 200, description = "With wait_ms, the ended run; with stream, its events",
             body = RunDetailBody),
-        (status = 202, description = "It goes on", body = RunDetailBody),
+        (status = 202, description = "The run continues", body = RunDetailBody),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 413, body = ProblemDetails), (status = 422, body = ProblemDetails),
         (status = 503, body = ProblemDetails)))]
@@ -205,8 +205,8 @@ pub(super) async fn cancel(
 #[utoipa::path(post, path = "/v1/runs/{run_id}/messages", tag = "runs",
     params(("run_id" = String, Path, description = "The run"), WaitParam),
     request_body = MessagesBody,
-    responses((status = 200, description = "With wait_ms, when it is over", body = RunDetailBody),
-        (status = 202, description = "It goes on", body = RunDetailBody),
+    responses((status = 200, description = "With wait_ms, the ended run", body = RunDetailBody),
+        (status = 202, description = "The run continues", body = RunDetailBody),
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn add_messages(
@@ -224,8 +224,8 @@ pub(super) async fn add_messages(
 /// Resumes a run that failed or was canceled, from its last stored step.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/resume", tag = "runs",
     params(("run_id" = String, Path, description = "The run"), WaitParam),
-    responses((status = 200, description = "With wait_ms, when it is over", body = RunDetailBody),
-        (status = 202, description = "It goes on", body = RunDetailBody),
+    responses((status = 200, description = "With wait_ms, the ended run", body = RunDetailBody),
+        (status = 202, description = "The run continues", body = RunDetailBody),
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn resume(

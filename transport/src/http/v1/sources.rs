@@ -158,7 +158,7 @@ pub(super) struct AcceptedToolsBody {
 }
 
 fn require_sources(state: &HttpState) -> Result<&Arc<dyn SourceAdmin>, ApiError> {
-    let message = "this server keeps no sources";
+    let message = "this server has no sources";
     state.sources.as_ref().ok_or_else(|| Error::refused(Code::NotFound, message).into())
 }
 
@@ -183,10 +183,10 @@ pub(super) async fn list(
 pub(super) async fn add(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
-    QueryParams(patience): QueryParams<SourceWaitQuery>,
+    QueryParams(wait_limit): QueryParams<SourceWaitQuery>,
     JsonBody(body): JsonBody<NewSourceBody>,
 ) -> Result<Response, ApiError> {
-    let sources = require_sources(&state)?.add(&caller, body.0, patience.duration()).await?;
+    let sources = require_sources(&state)?.add(&caller, body.0, wait_limit.duration()).await?;
     Ok((StatusCode::CREATED, Json(SourceList { sources })).into_response())
 }
 
@@ -242,9 +242,9 @@ pub(super) async fn refresh(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
-    QueryParams(patience): QueryParams<SourceWaitQuery>,
+    QueryParams(wait_limit): QueryParams<SourceWaitQuery>,
 ) -> Result<Json<SourceBody>, ApiError> {
-    Ok(Json(require_sources(&state)?.refresh(&caller, &name, patience.duration()).await?))
+    Ok(Json(require_sources(&state)?.refresh(&caller, &name, wait_limit.duration()).await?))
 }
 
 /// Starts a sign-in at an MCP server; the response has the URL that a person must open.
@@ -252,7 +252,7 @@ pub(super) async fn refresh(
     params(("name" = String, Path, description = "The source")),
     responses((status = 200, body = SourceBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails),
-        (status = 409, description = "It cannot be signed in to, and why", body = ProblemDetails)))]
+        (status = 409, description = "It has no sign-in; the message says why", body = ProblemDetails)))]
 pub(super) async fn sign_in(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,

@@ -54,7 +54,7 @@ pub(super) struct TaskBody<'a> {
     created_at_ms: u64,
     started_at_ms: Option<u64>,
     completed_at_ms: Option<u64>,
-    /// When the task ends as `timeout`, in Unix milliseconds.
+    /// Time at which the task times out, in Unix milliseconds.
     deadline_at_ms: u64,
 }
 
@@ -196,7 +196,7 @@ pub(super) async fn list(
     params(("task_id" = String, Path, description = "The ticket")),
     request_body = CancelCallBody,
     responses((status = 200, body = TaskBody), (status = 404, body = ProblemDetails),
-        (status = 409, description = "It has ended otherwise", body = ProblemDetails)))]
+        (status = 409, description = "It has already ended", body = ProblemDetails)))]
 pub(super) async fn cancel(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
@@ -212,7 +212,7 @@ pub(super) async fn cancel(
 /// The events are `task.submit`, `task.progress`, and `task.completed` or `task.failed`.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}/events", tag = "agents",
     params(("task_id" = String, Path, description = "The ticket"), EventStreamQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
         (status = 404, body = ProblemDetails)))]
 pub(super) async fn events(

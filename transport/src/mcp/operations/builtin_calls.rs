@@ -82,7 +82,7 @@ async fn search(
         .await
         .map_err(into_fault)?;
     if found.is_empty() {
-        let text = "Nothing fits. Try other words: what the tool does, or what it is about.";
+        let text = "No tool matches. Try other words for what the tool does.";
         let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
         result.structured_content = Some(json!({ "tools": [] }));
         return Ok(result);

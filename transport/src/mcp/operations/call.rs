@@ -2,8 +2,9 @@
 //! waits.
 //!
 //! The MCP client gets one of four responses: the result; a task, if it supports tasks; an
-//! elicitation, if the tool needs input first; or, when the wait time is over, a text with the call
-//! id. In each case the call belongs to the engine. This module stores nothing about it.
+//! elicitation, if the tool needs input first; or a text with the call id, when the wait time is
+//! over or the tool needs input that this MCP client cannot give. In each case the call belongs to
+//! the engine. This module stores nothing about it.
 
 use std::time::Duration;
 
@@ -219,12 +220,12 @@ impl<'a> ToolCallWaiter<'a> {
             self.open_stream(&ticket.call, discovery);
         }
         let (engine, caller, settings) = (&shared.engine, &view.caller, &shared.settings);
-        let patience_ms = match self.client.supports_tasks() {
+        let wait_ms = match self.client.supports_tasks() {
             true => settings.task_after_ms,
             false => settings.wait_ms,
         };
-        let patience = Duration::from_millis(patience_ms);
-        let mut until = tokio::time::Instant::now() + patience;
+        let wait = Duration::from_millis(wait_ms);
+        let mut until = tokio::time::Instant::now() + wait;
         let mut progress = ProgressForwarder::new(self.scope, &ticket.call);
         let mut call = ticket.call.clone();
         while !call.status.is_terminal() {
@@ -244,13 +245,13 @@ impl<'a> ToolCallWaiter<'a> {
                     .await
                     .map_err(tool_result::protocol_error)?;
                 // The time that the answer took does not count against the wait.
-                until = tokio::time::Instant::now() + patience;
+                until = tokio::time::Instant::now() + wait;
                 continue;
             }
             let remaining = until.saturating_duration_since(tokio::time::Instant::now());
-            // The MCP client learns at once that a person must decide, and its transport is free.
+            // A person must decide or answer, and this MCP client learns of it from this response.
             let asks_approval = call.waits_for_approval() && !self.is_resumed;
-            if remaining.is_zero() || asks_approval {
+            if remaining.is_zero() || asks_approval || call.waits_for_input() {
                 return Ok(self.pending_response(&call));
             }
             let left_ms = remaining.as_millis() as u64 + 1;
@@ -292,7 +293,7 @@ impl<'a> ToolCallWaiter<'a> {
             tokio::select! {
                 () = self.superseded() => true,
                 () = context.ct.cancelled() => true,
-                goes_on = self.wait_until_superseded(ticket, call, &keys) => goes_on,
+                response = self.wait_until_superseded(ticket, call, &keys) => response,
             }
         };
         let answers = match elicitation::elicit(&context.peer, questions, pointless).await {
@@ -303,9 +304,9 @@ impl<'a> ToolCallWaiter<'a> {
             ElicitationOutcome::Superseded(_) if context.ct.is_cancelled() => {
                 return Err(self.handle_disconnect(ticket, call).await);
             }
-            ElicitationOutcome::Superseded(goes_on) => return Ok(goes_on),
+            ElicitationOutcome::Superseded(response) => return Ok(response),
             ElicitationOutcome::Unanswered => {
-                let message = "the MCP client did not answer what the tool asked";
+                let message = "the MCP client did not answer the elicitation";
                 let fault = Fault::new(Code::RuntimeError, message).retryable(false);
                 return Err(self.abort(call, fault).await);
             }
@@ -337,7 +338,7 @@ impl<'a> ToolCallWaiter<'a> {
             if update.version == seen && engine.is_draining() {
                 return false;
             }
-            let open = update.elicitation.as_ref().map(|dialogue| &dialogue.unanswered);
+            let open = update.elicitation.as_ref().map(|elicitation| &elicitation.unanswered);
             let waits = update.waits_for_input() && update.attempt == call.attempt;
             if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
                 return true;
@@ -379,8 +380,8 @@ impl<'a> ToolCallWaiter<'a> {
 
     /// Handles a disconnect and returns the error for the response. The call is canceled. If only
     /// the HTTP stream of a sessionless MCP client is lost, that client can send the same request
-    /// again: a call with an idempotency key goes on, and one with side effects is canceled only if
-    /// no repeated request joins it within the grace period.
+    /// again: a call with an idempotency key continues, and one with side effects is canceled only
+    /// if no repeated request joins it within the grace period.
     async fn handle_disconnect(&self, ticket: &Ticket, call: &Call) -> ErrorData {
         if self.is_superseded() {
             return superseded_error();
@@ -388,20 +389,20 @@ impl<'a> ToolCallWaiter<'a> {
         let over_http = http_parts(&self.scope.context.extensions).is_some();
         let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
         if stream_only && call.origin.idempotency_key.is_some() {
-            return ErrorData::internal_error("the client has hung up", None);
+            return ErrorData::internal_error("the client disconnected", None);
         }
         if stream_only {
             if let Some(deliveries) = self.deliveries() {
                 deliveries.clear();
             }
             let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
-            let reason = "the client does not want it any more";
+            let reason = "the client canceled the request";
             // The call may have ended meanwhile; then there is nothing to cancel.
             let calls = engine.calls();
             let _ = calls.cancel_after_disconnect(caller, ticket.clone(), reason).await;
-            return ErrorData::internal_error("the client has hung up", None);
+            return ErrorData::internal_error("the client disconnected", None);
         }
-        self.cancel(call, "the client does not want it any more").await
+        self.cancel(call, "the client canceled the request").await
     }
 
     async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {
@@ -420,7 +421,7 @@ impl<'a> ToolCallWaiter<'a> {
         ErrorData::internal_error(message, None)
     }
 
-    /// Returns the response when the wait time is over: a task, or a text with the call id.
+    /// Returns the response to a call that has not ended: a task, or a text with the call id.
     fn pending_response(&self, call: &Call) -> CallToolResponse {
         if self.client.supports_tasks() {
             return self.task_response(call);

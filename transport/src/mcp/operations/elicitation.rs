@@ -26,7 +26,7 @@ pub(crate) fn answerable_requests(call: &Call, client: &ClientCapabilities) -> I
     if !call.waits_for_input() {
         return InputRequests::new();
     }
-    let open = call.elicitation.iter().flat_map(|dialogue| &dialogue.unanswered);
+    let open = call.elicitation.iter().flat_map(|elicitation| &elicitation.unanswered);
     let params = open.filter_map(|(key, question)| {
         let request = serde_json::from_value::<InputRequest>(question.clone()).ok()?;
         can_answer(client, &request).then(|| (key.clone(), request))
@@ -115,7 +115,7 @@ pub(crate) async fn resume_call(
     params: CallToolRequestParams,
     state: &str,
 ) -> Result<Ticket, ErrorData> {
-    let unknown = || ErrorData::invalid_params("this requestState is not one that was given", None);
+    let unknown = || ErrorData::invalid_params("this requestState is not valid", None);
     let (id, round) = state.split_once('.').ok_or_else(unknown)?;
     let id: CallId = id.parse().map_err(|_| unknown())?;
     let round: u32 = round.parse().map_err(|_| unknown())?;
@@ -127,11 +127,11 @@ pub(crate) async fn resume_call(
     };
     let call = &ticket.call;
     // The MCP client may use the model-facing name of the tool.
-    let same = |name: &str| {
+    let is_same = |name: &str| {
         let tool = engine.registry().tool(&view.caller, name);
         name == call.tool_name || tool.is_ok_and(|tool| tool.definition.name == call.tool_name)
     };
-    if !same(&params.name) || call.origin.agent != view.caller.agent {
+    if !is_same(&params.name) || call.origin.agent != view.caller.agent {
         return Err(unknown());
     }
     let answers = parse_answers(params.input_responses.unwrap_or_default())?;
@@ -194,7 +194,7 @@ pub(crate) async fn elicit<W>(
             reason = &mut pointless => {
                 // If the MCP client has disconnected, the withdrawal cannot be delivered and the
                 // error is ignored.
-                let _ = params.cancel(Some("this is not needed any more".to_owned())).await;
+                let _ = params.cancel(Some("this is no longer needed".to_owned())).await;
                 return ElicitationOutcome::Superseded(reason);
             }
         };

@@ -8,7 +8,7 @@ use crate::mcp::state::RequestScope;
 use crate::mcp::tool_list::splice::ToolListSplice;
 use crate::mcp::tool_list::{cursor_after, parse_cursor};
 
-/// Returns the page that the cursor asks for.
+/// Returns the page that the cursor requests.
 pub(crate) fn list_tools(
     scope: RequestScope<'_>,
     params: Option<PaginatedRequestParams>,
@@ -17,9 +17,10 @@ pub(crate) fn list_tools(
     let cursor = params.and_then(|params| params.cursor);
     let after = match cursor.as_deref() {
         None => None,
-        Some(cursor) => Some(parse_cursor(cursor).ok_or_else(|| {
-            ErrorData::invalid_params("this cursor is not one that was given out", None)
-        })?),
+        Some(cursor) => Some(
+            parse_cursor(cursor)
+                .ok_or_else(|| ErrorData::invalid_params("this cursor is not valid", None))?,
+        ),
     };
     let revision = ProtocolRevision::from_context(context);
     let list = match shared.uses_search_catalogue(view) {

@@ -75,9 +75,9 @@ impl McpChangeListener {
 }
 
 async fn next_passthrough_change(
-    shelf: &mut Option<Box<dyn PassthroughChangeStream>>,
+    passthrough: &mut Option<Box<dyn PassthroughChangeStream>>,
 ) -> PassthroughChange {
-    match shelf {
+    match passthrough {
         Some(changes) => changes.next().await,
         None => std::future::pending().await,
     }
@@ -110,7 +110,7 @@ pub(crate) async fn listen(
         if !is_authorized(shared, view) {
             return Ok(());
         }
-        let notice = match event {
+        let notification = match event {
             McpChangeEvent::ServerStopping => return Ok(()),
             McpChangeEvent::ToolsChanged(_)
                 if !has_tool_list_changed(shared, view, &mut last_list) =>
@@ -126,7 +126,7 @@ pub(crate) async fn listen(
             McpChangeEvent::PassthroughChanged(change) => to_notification(change.kind),
         };
         // The sink drops notifications that the MCP client did not subscribe to.
-        let _ = subscription.sink().send(notice).await;
+        let _ = subscription.sink().send(notification).await;
     }
 }
 
@@ -218,7 +218,7 @@ impl LegacySessions {
         let credentials =
             sessions.values_mut().filter(|session| is_authorized(shared, &session.view));
         let concerned = credentials.filter_map(|session| {
-            let notice = match event {
+            let notification = match event {
                 McpChangeEvent::ServerStopping => return None,
                 McpChangeEvent::ToolsChanged(_) => {
                     has_tool_list_changed(shared, &session.view, &mut session.last_tool_list)
@@ -237,7 +237,7 @@ impl LegacySessions {
                     Some(to_notification(change.kind.clone()))
                 }
             };
-            notice.map(|notice| (session.peer.clone(), notice))
+            notification.map(|notification| (session.peer.clone(), notification))
         });
         concerned.collect()
     }
@@ -250,9 +250,9 @@ async fn notify_sessions(sessions: Arc<LegacySessions>, mut following: McpChange
         if matches!(event, McpChangeEvent::ServerStopping) {
             return;
         }
-        for (peer, notice) in sessions.notifications_for(&event) {
+        for (peer, notification) in sessions.notifications_for(&event) {
             // Sent in a task per session, so that a slow session does not delay the others.
-            tokio::spawn(async move { drop(peer.send_notification(notice).await) });
+            tokio::spawn(async move { drop(peer.send_notification(notification).await) });
         }
     }
 }

@@ -67,8 +67,8 @@ pub(super) fn always_listed() -> Vec<Tool> {
     vec![read_only_tool::<CallResultArgs>(
         CALL_RESULT,
         "Result of a call",
-        "Gives the result of a tool call that was not finished when it was answered, by its \
-         ticket. Waits a while for it; ask again when it is still not there.",
+        "Returns the result of a tool call by its ticket. Waits a while for it; call again if it \
+         is not finished yet.",
     )]
 }
 
@@ -85,7 +85,7 @@ pub(super) fn catalogue() -> Vec<Tool> {
         read_only_tool::<DescribeArgs>(
             DESCRIBE,
             "Describe tools",
-            "Shows tools with their whole description and the schema of their arguments.",
+            "Returns tools with their full description and the schema of their arguments.",
         ),
         read_only_tool::<SearchArgs>(
             SEARCH,

@@ -28,10 +28,10 @@ pub(super) fn apply(directory: &mut Directory, change: DirectoryChange) {
                     tool: tool.name.clone(),
                     client_id: id.clone(),
                 };
-                let same = |existing: &crate::domain::tool::ToolDefinition| {
+                let is_same = |existing: &crate::domain::tool::ToolDefinition| {
                     existing.project == tool.project && existing.name == tool.name
                 };
-                directory.tools.retain(|existing| !same(existing));
+                directory.tools.retain(|existing| !is_same(existing));
                 directory.tools.push(tool);
                 if !directory.offers.contains(&offer) {
                     directory.offers.push(offer);

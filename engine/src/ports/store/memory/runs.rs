@@ -63,8 +63,8 @@ impl RunStore for MemoryStore {
         if let Some(key) = key {
             let name = (run.project.clone(), key.agent, key.key);
             if let Some((existing, fingerprint)) = state.runs.keys.get(&name) {
-                let same = *fingerprint == key.fingerprint;
-                return Ok(match state.runs.runs.get(existing).filter(|_| same) {
+                let is_same = *fingerprint == key.fingerprint;
+                return Ok(match state.runs.runs.get(existing).filter(|_| is_same) {
                     Some(run) => CreateRunResult::Replayed(Box::new(run.clone())),
                     None => CreateRunResult::Mismatch(existing.1.clone()),
                 });

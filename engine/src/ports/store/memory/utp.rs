@@ -151,11 +151,11 @@ impl UtpStore for UtpMemoryStore {
             return Ok(SaveResult::Conflict);
         }
         for waiting in change.step_calls {
-            let same = |existing: &StepCall| {
+            let is_same = |existing: &StepCall| {
                 (&existing.project, &existing.turn_id, &existing.tool_call_id)
                     == (&waiting.project, &waiting.turn_id, &waiting.tool_call_id)
             };
-            if !state.step_calls.values().any(same) {
+            if !state.step_calls.values().any(is_same) {
                 let number = state.next();
                 state.step_calls.insert(number, waiting);
             }
@@ -341,19 +341,19 @@ impl UtpStore for UtpMemoryStore {
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
         let mut state = self.0.lock();
         let mut count = 0;
-        let mut goes = |old: bool| {
-            let goes = old && count < limit;
-            count += usize::from(goes);
-            goes
+        let mut should_purge = |old: bool| {
+            let is_purged = old && count < limit;
+            count += usize::from(is_purged);
+            is_purged
         };
-        state.cards.retain(|_, card| !goes(card.created_ms < before_ms));
+        state.cards.retain(|_, card| !should_purge(card.created_ms < before_ms));
         // Also deletes unread items: their calls and cards are gone by now.
-        state.inbox.retain(|_, (item, _)| !goes(item.created_ms < before_ms));
-        state.dead.retain(|_, dead_letter| !goes(dead_letter.created_ms < before_ms));
+        state.inbox.retain(|_, (item, _)| !should_purge(item.created_ms < before_ms));
+        state.dead.retain(|_, dead_letter| !should_purge(dead_letter.created_ms < before_ms));
         let old: HashSet<ProjectScopedId> = state
             .turns
             .iter()
-            .filter(|(_, turn)| turn.updated_ms < before_ms && goes(true))
+            .filter(|(_, turn)| turn.updated_ms < before_ms && should_purge(true))
             .map(|(key, _)| key.clone())
             .collect();
         state.turns.retain(|key, _| !old.contains(key));

@@ -48,7 +48,7 @@ pub(super) async fn sign_in(
             spinner.finish_and_clear();
             let message = "the sign-in was not completed in time";
             return Err(CommandFailure::new(exit::FAILURE, "SIGN_IN", message)
-                .hint("begin again: the address is good for ten minutes"));
+                .hint("start again: the link is valid for ten minutes"));
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     };
@@ -88,6 +88,6 @@ pub(super) async fn sign_out(
             engine.admin().set_upstream_credential(&caller.project, name, None).await?;
         }
     }
-    context.output.print_note(&format!("the tokens of {} are forgotten", sanitize_line(name)));
+    context.output.print_note(&format!("the tokens of {} are deleted", sanitize_line(name)));
     Ok(())
 }

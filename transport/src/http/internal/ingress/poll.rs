@@ -3,6 +3,7 @@
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::request::Parts;
 use serde::{Deserialize, Serialize};
 use toolcrib::clients::{ClientMessage, ConnectOptions, Redelivery, Transport, WorkItem};
 use toolcrib::domain::fault::Code;
@@ -13,6 +14,7 @@ use super::{ToolRequestMessage, resolve_window};
 use crate::auth::RequestCredentials;
 use crate::http::extract::{AuthenticatedCaller, QueryParams, invalid_parameter};
 use crate::http::problem::{ApiError, ProblemDetails};
+use crate::http::wait_param::admit_long_poll;
 
 /// Options of a poll.
 #[derive(Deserialize, IntoParams)]
@@ -24,8 +26,8 @@ pub(in super::super) struct PollQuery {
     wait_ms: u64,
     /// Maximum number of requests (default: 1).
     max: Option<usize>,
-    /// `auto` (default): requests count as taken when they are handed over. `explicit`: POST …/ack
-    /// takes a request, and requests that are not acknowledged within 30 s are redelivered.
+    /// `auto` (default): requests count as acknowledged when they are returned. `explicit`: POST
+    /// …/ack acknowledges a request; one that is not acknowledged within 30 s is redelivered.
     ack: Option<String>,
 }
 
@@ -70,7 +72,9 @@ pub(in super::super) async fn poll(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     QueryParams(polling): QueryParams<PollQuery>,
     credentials: RequestCredentials,
+    request: Parts,
 ) -> Result<Json<PollResponseBody>, ApiError> {
+    let _permit = admit_long_poll(&request, polling.wait_ms)?;
     let explicit = match polling.ack.as_deref() {
         None | Some("auto") => false,
         Some("explicit") => true,

@@ -58,12 +58,12 @@ pub(in super::super) async fn sse(
     let session = http_state.engine.clients().connect(&caller, connecting).await?;
     let state = (session, http_state.engine.clone(), credentials);
     // Dropping the stream drops the session, which returns unacknowledged requests to the queue.
-    let messages = stream::unfold(state, async |(mut session, engine, standing)| {
+    let messages = stream::unfold(state, async |(mut session, engine, credentials)| {
         let message = session.next().await?;
-        standing.revalidate(&engine).ok()?;
+        credentials.revalidate(&engine).ok()?;
         let body = IngressMessage::new(&engine, message);
         let event = Event::default().event(body.kind()).data(to_json(&body));
-        Some((Ok::<_, Infallible>(event), (session, engine, standing)))
+        Some((Ok::<_, Infallible>(event), (session, engine, credentials)))
     });
     let every = Duration::from_millis(http_state.settings.heartbeat_ms);
     // An SSE client sends nothing, so undelivered heartbeats are the only sign that it is gone.

@@ -103,7 +103,8 @@ pub(in super::super) async fn ws(
     let answer = create_response_with_body(&request, Body::empty)
         .map_err(|error| refused(error.to_string()))?;
     let upgrade = request.extensions_mut().remove::<OnUpgrade>();
-    let upgrade = upgrade.ok_or_else(|| refused("this connection cannot be one".to_owned()))?;
+    let upgrade =
+        upgrade.ok_or_else(|| refused("this connection cannot be upgraded".to_owned()))?;
     let permit = request.extensions_mut().remove::<ConnectionPermit>();
     let origin = RequestOrigin { transport: Some("websocket".into()), ..audit::current_origin() };
     tokio::spawn(audit::with_origin(origin, async move {
@@ -114,9 +115,9 @@ pub(in super::super) async fn ws(
         // The library allocates both buffers at once, 128 KiB each by default. Larger messages make
         // them grow.
         let limits = limits.read_buffer_size(BUFFER_BYTES).write_buffer_size(BUFFER_BYTES);
-        let tap = FrameInspector::new(TokioIo::new(upgraded), limit);
-        let socket = Socket::from_raw_socket(tap, Role::Server, Some(limits)).await;
-        run_connection(state, caller, standing, socket).await;
+        let inspector = FrameInspector::new(TokioIo::new(upgraded), limit);
+        let socket = Socket::from_raw_socket(inspector, Role::Server, Some(limits)).await;
+        run_connection(state, caller, credentials, socket).await;
         drop(permit);
     }));
     Ok(answer)
@@ -133,11 +134,11 @@ fn require_provider(caller: &Caller) -> Result<(), Error> {
 async fn run_connection(
     state: HttpState,
     caller: Caller,
-    standing: RequestCredentials,
+    credentials: RequestCredentials,
     mut socket: Socket,
 ) {
-    let patience = Duration::from_millis(state.settings.dead_after_ms);
-    let greeted = tokio::time::timeout(patience, handshake(&state, &caller, &mut socket)).await;
+    let dead_after = Duration::from_millis(state.settings.dead_after_ms);
+    let greeted = tokio::time::timeout(dead_after, handshake(&state, &caller, &mut socket)).await;
     let (client_id, session) = match greeted {
         Ok(Ok(greeted)) => greeted,
         Ok(Err(Some(error))) => {
@@ -151,10 +152,10 @@ async fn run_connection(
     let conversation = WsConnection {
         engine: state.engine.clone(),
         caller,
-        credentials: standing,
+        credentials,
         client_id,
         heartbeat: Duration::from_millis(state.settings.heartbeat_ms),
-        dead_after: patience,
+        dead_after,
         max_message_bytes: state.max_report_bytes(),
     };
     conversation.run(socket, session).await;
@@ -344,11 +345,11 @@ impl WsConnection {
         &self,
         socket: &mut Socket,
         error: tungstenite::Error,
-        under_way: HashMap<CallId, JoinHandle<()>>,
+        in_flight: HashMap<CallId, JoinHandle<()>>,
     ) {
         let (code, reason) = match error {
             tungstenite::Error::Capacity(_) => {
-                if let Some(answer) = self.fail_oversized_result(socket.get_mut(), under_way).await
+                if let Some(answer) = self.fail_oversized_result(socket.get_mut(), in_flight).await
                 {
                     self.send(socket, text_frame(&answer)).await;
                 }
@@ -369,18 +370,18 @@ impl WsConnection {
     /// identified.
     async fn fail_oversized_result(
         &self,
-        tap: &mut FrameInspector<TokioIo<Upgraded>>,
-        mut under_way: HashMap<CallId, JoinHandle<()>>,
+        inspector: &mut FrameInspector<TokioIo<Upgraded>>,
+        mut in_flight: HashMap<CallId, JoinHandle<()>>,
     ) -> Option<Value> {
         let drain_limit = self.max_message_bytes.saturating_mul(MAX_DRAIN_FACTOR);
-        let _ = tokio::time::timeout(self.dead_after, tap.drain_oversized(drain_limit)).await;
-        let about = tap.oversized_header();
+        let _ = tokio::time::timeout(self.dead_after, inspector.drain_oversized(drain_limit)).await;
+        let about = inspector.oversized_header();
         let id: CallId = about
             .tool_call_id
             .filter(|_| about.kind.as_deref() == Some("tool_result"))?
             .parse()
             .ok()?;
-        if let Some(before) = under_way.remove(&id) {
+        if let Some(before) = in_flight.remove(&id) {
             let _ = before.await;
         }
         let limit = self.engine.limits().max_result_bytes;

@@ -11,8 +11,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
 
-use super::super::conversation::{ConversationResult, StreamEvent};
-use super::super::live::{ConversationUpdate, Requester};
+use super::super::live::{ConversationResult, ConversationUpdate, Requester, StreamEvent};
 use crate::http::openai::error::OpenAiError;
 
 /// Format of the response.

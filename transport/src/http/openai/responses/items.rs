@@ -115,7 +115,8 @@ pub(super) fn to_chat_tools(tools: Vec<Value>) -> Result<Vec<Value>, OpenAiError
     let mut functions = Vec::new();
     for (n, tool) in tools.into_iter().enumerate() {
         if tool.get("type").and_then(Value::as_str) != Some("function") {
-            let reason = "must be \"function\"; Toolcrib's tools are offered without being sent";
+            let reason = "must be \"function\"; Toolcrib offers its own tools without being sent \
+                          them";
             return Err(invalid_field(&format!("tools.{n}.type"), reason));
         }
         let Value::Object(mut function) = tool else { continue };

@@ -14,8 +14,7 @@ use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
 use toolcrib::runs::SavedConversation;
 use toolcrib::{Caller, Engine};
 
-use super::super::conversation::{ConversationResult, StreamEvent};
-use super::super::live::{ConversationUpdate, Requester};
+use super::super::live::{ConversationResult, ConversationUpdate, Requester, StreamEvent};
 use crate::http::openai::error::OpenAiError;
 
 /// The engine and the caller that a response is saved for.
@@ -36,9 +35,9 @@ pub(super) struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    pub(super) fn new(model: &str, asked: &Map<String, Value>) -> Self {
-        let field_or = |name: &str, usual: Value| {
-            asked.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(usual)
+    pub(super) fn new(model: &str, request: &Map<String, Value>) -> Self {
+        let field_or = |name: &str, default: Value| {
+            request.get(name).filter(|value| !value.is_null()).cloned().unwrap_or(default)
         };
         let repeated = json!({
             "model": model,
@@ -110,8 +109,8 @@ impl ResponseBuilder {
             messages,
             pending_calls: ending.conversation.pending_calls.clone(),
         };
-        let runs = target.engine.runs();
-        runs.save_conversation(&target.caller, &self.id, &thread).await
+        let conversations = target.engine.runs().conversations();
+        conversations.save(&target.caller, &self.id, &thread).await
     }
 }
 

@@ -101,7 +101,7 @@ pub(crate) struct CallsBody {
     tool_calls: Option<Json>,
 }
 
-/// Fields of an entry beside the call itself.
+/// Fields of an entry next to the call itself.
 #[derive(Deserialize)]
 struct CallEntryExtras {
     #[serde(default, rename = "async")]
@@ -148,24 +148,24 @@ impl CallsBody {
         let mut calls = Vec::with_capacity(entries.len());
         for (n, entry) in entries.iter().enumerate() {
             let path = format!("tool_calls/{n}");
-            let asked = model_formats::parse(entry).map_err(|misfit| {
+            let entry_call = model_formats::parse(entry).map_err(|misfit| {
                 let message = format!("{path}: {}", misfit.fault.message);
                 Error::from(Fault { message, ..*misfit.fault })
             })?;
-            let beside: CallEntryExtras = parse_entry(&path, entry)?;
+            let extras: CallEntryExtras = parse_entry(&path, entry)?;
             let result =
-                beside.result.map(|outcome| outcome.into_result(&format!("{path}/result")));
-            let asked = CallRequest {
+                extras.result.map(|outcome| outcome.into_result(&format!("{path}/result")));
+            let request = CallRequest {
                 run_id: run_id.to_owned(),
-                call_id: asked.id,
-                timeout_ms: asked.timeout_ms,
-                retry: asked.retry,
-                idempotency_key: asked.idempotency_key,
+                call_id: entry_call.id,
+                timeout_ms: entry_call.timeout_ms,
+                retry: entry_call.retry,
+                idempotency_key: entry_call.idempotency_key,
                 traceparent: traceparent.map(str::to_owned),
-                ..CallRequest::of(asked.name, asked.args)
+                ..CallRequest::of(entry_call.name, entry_call.args)
             };
             let result = result.transpose()?;
-            calls.push(ReportedCall { request: asked, background: beside.background, result });
+            calls.push(ReportedCall { request, background: extras.background, result });
         }
         Ok(calls)
     }
@@ -231,7 +231,7 @@ impl ResultEntry {
         if texts.len() + usize::from(self.data.is_some()) > 1 {
             return Err(invalid_entry(
                 &format!("{path}/content"),
-                "is there beside another result",
+                "is given in addition to another result",
             ));
         }
         let text = texts.into_iter().next();

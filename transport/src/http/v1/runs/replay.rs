@@ -37,7 +37,8 @@ pub(in super::super) struct ReplayBody {
     request_body = ReplayBody,
     responses(
         (status = 200, description = "Server-sent events: `replay.asking`, `replay.text`, \
-            `replay.replied`, and at last `replay.finished` or `replay.failed`",
+                                      `replay.replied`, and finally `replay.finished` or \
+                                      `replay.failed`",
             content_type = "text/event-stream"),
         (status = 403, body = ProblemDetails), (status = 404, body = ProblemDetails)))]
 pub(in super::super) async fn replay(
@@ -50,18 +51,19 @@ pub(in super::super) async fn replay(
     let (sender, receiver) = mpsc::channel::<Message>(CHANNEL_CAPACITY);
     tokio::spawn(async move {
         let delta_sender = sender.clone();
-        let watch = move |happening: LoopEvent<'_>| {
+        let event_sink = move |event: LoopEvent<'_>| {
             // A slow client misses deltas of a response; it still gets the complete response.
-            let is_delta = matches!(happening, LoopEvent::ReplyDelta { .. });
+            let is_delta = matches!(event, LoopEvent::ReplyDelta { .. });
             if is_delta && delta_sender.capacity() < CHANNEL_CAPACITY / 2 {
                 return;
             }
-            if let Some((name, data)) = replay_event(&happening) {
+            if let Some((name, data)) = replay_event(&event) {
                 let _ = delta_sender.try_send(sse_message(name, data));
             }
         };
         let engine = state.engine;
-        let playing = engine.runs().replay_run(&caller, &run_id, body.model.as_deref(), &watch);
+        let playing =
+            engine.runs().replay_run(&caller, &run_id, body.model.as_deref(), &event_sink);
         let last = tokio::select! {
             // The client disconnected.
             () = sender.closed() => return,
@@ -97,8 +99,8 @@ fn sse_message(name: &str, mut data: Value) -> Message {
     Message::default().event(name).data(data.to_string())
 }
 
-fn replay_event(happening: &LoopEvent<'_>) -> Option<(&'static str, Value)> {
-    Some(match happening {
+fn replay_event(event: &LoopEvent<'_>) -> Option<(&'static str, Value)> {
+    Some(match event {
         LoopEvent::ModelRequested { step, last } => {
             ("replay.asking", json!({ "step": step, "last": last }))
         }

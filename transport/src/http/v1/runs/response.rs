@@ -152,7 +152,7 @@ pub(crate) fn to_summary(run: &Run) -> RunSummary {
         agent: run.owner.agent.clone(),
         answer: run.answer.as_ref().map(|answer| answer.text.clone()),
         limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.stop_reason?.as_str())),
-        error: run.error.clone().map(|trouble| FaultBody::from(&Fault::from(trouble))),
+        error: run.error.clone().map(|error| FaultBody::from(&Fault::from(error))),
         step_count: progress.steps,
         call_count: progress.calls,
         failed_call_count: progress.failed_calls,

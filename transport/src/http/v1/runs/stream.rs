@@ -77,7 +77,7 @@ impl StreamPosition {
 /// ends with the run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
     params(("run_id" = String, Path, description = "The run"), EventStreamQuery,
-        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+        ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
 pub(in super::super) async fn run_events(
     State(state): State<HttpState>,
@@ -137,12 +137,12 @@ impl RunEventStream {
             if let Some(note) = self.take_due_delta() {
                 return Some(delta_message(&self.run_id, &note));
             }
-            if let Some(happened) = self.page.pop_front() {
-                self.after = happened.number();
-                if let RunEvent::Run(entry) = &happened {
+            if let Some(event) = self.page.pop_front() {
+                self.after = event.number();
+                if let RunEvent::Run(entry) = &event {
                     self.order.advance(entry);
                 }
-                return Some(stored_message(&happened));
+                return Some(stored_message(&event));
             }
             let reading = self.reading.get_or_insert_with(|| {
                 let (engine, caller) = (self.engine.clone(), self.caller.clone());
@@ -205,8 +205,8 @@ fn delta_message(run_id: &str, note: &RunDelta) -> Message {
     Message::default().event(name).data(data.to_string())
 }
 
-fn stored_message(happened: &RunEvent) -> Message {
-    let (number, name, text) = match happened {
+fn stored_message(run_event: &RunEvent) -> Message {
+    let (number, name, text) = match run_event {
         RunEvent::Call(event) => (event.number, event.record.kind.as_str(), event_json(event)),
         RunEvent::Run(entry) => {
             (entry.number, entry.record.kind.as_str(), journal_entry_json(entry))

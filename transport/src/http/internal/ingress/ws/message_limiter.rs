@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 /// Limits the messages of one client in progress: their number, and their total size to that of one
-/// maximum message beside the one that was read last.
+/// maximum message in addition to the one that was read last.
 pub(super) struct MessageLimiter {
     slots: Arc<Semaphore>,
     bytes: Arc<Semaphore>,

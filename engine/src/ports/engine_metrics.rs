@@ -119,9 +119,9 @@ pub(crate) fn record_transition(before: &Call, after: &Call, exports_name: impl 
 /// Records the outcome of a call, if it has one.
 pub(crate) fn record_end(after: &Call, exports_name: impl FnOnce() -> bool) {
     let Some(outcome) = &after.outcome else { return };
-    let usual = source_metrics(after.target.executor);
+    let metrics = source_metrics(after.target.executor);
     match &outcome.error {
-        None => usual.succeeded.increment(1),
+        None => metrics.succeeded.increment(1),
         Some(fault) => counter!(
             "toolcrib_tool_calls_total",
             "source" => after.target.executor.as_str(),
@@ -130,7 +130,7 @@ pub(crate) fn record_end(after: &Call, exports_name: impl FnOnce() -> bool) {
         )
         .increment(1),
     }
-    usual.record_timings(after, &outcome.metrics, exports_name);
+    metrics.record_timings(after, &outcome.metrics, exports_name);
 }
 
 impl SourceMetrics {

@@ -1,4 +1,4 @@
-//! Dispatches queued calls to free slots.
+//! Claims queued calls when slots are free.
 
 use std::sync::Arc;
 

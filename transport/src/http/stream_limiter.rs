@@ -1,6 +1,6 @@
-//! Limits the event streams and WebSockets that are open, in all and per caller.
+//! Limits the event streams, WebSockets and long polls that are open, in all and per caller.
 //!
-//! Both hold a connection for as long as the client wants. Without a limit below that of
+//! All of them hold a connection for as long as the client wants. Without a limit below that of
 //! connections, one caller's streams could take every connection, and no other request would be
 //! answered.
 
@@ -14,9 +14,9 @@ use axum::http::{HeaderMap, Method};
 use axum::response::Response;
 use futures::StreamExt;
 use parking_lot::Mutex;
-use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Error};
 
-use crate::http::problem_response;
+use super::error_response;
 
 /// Time after which a refused client may try again.
 const RETRY_AFTER_MS: u64 = 5_000;
@@ -39,6 +39,28 @@ struct OpenStreams {
 /// Identifies the caller of a request by its credentials, before they are checked.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamCaller(u64);
+
+/// Admits the long poll of one request, which its handler requests once it knows that it waits.
+#[derive(Debug, Clone)]
+pub struct LongPollAdmission {
+    limiter: Arc<StreamLimiter>,
+    caller: StreamCaller,
+}
+
+impl LongPollAdmission {
+    /// Creates the admission of a request of this caller.
+    pub fn new(limiter: &Arc<StreamLimiter>, caller: StreamCaller) -> Self {
+        Self { limiter: Arc::clone(limiter), caller }
+    }
+
+    /// Returns a permit to hold during the wait.
+    ///
+    /// # Errors
+    /// The caller, or the server, has as many streams open as it may have.
+    pub(crate) fn admit(&self) -> Result<StreamPermit, Error> {
+        self.limiter.reserve(self.caller)
+    }
+}
 
 /// One open stream. Dropping the permit ends it.
 #[derive(Debug)]
@@ -77,19 +99,23 @@ impl StreamLimiter {
 
     /// Returns a permit, or the response that refuses the stream.
     pub fn acquire(self: &Arc<Self>, caller: StreamCaller) -> Result<StreamPermit, Box<Response>> {
+        self.reserve(caller).map_err(|refused| Box::new(error_response(refused)))
+    }
+
+    fn reserve(self: &Arc<Self>, caller: StreamCaller) -> Result<StreamPermit, Error> {
         let mut open = self.open.lock();
         let of_caller = open.by_caller.get(&caller.0).copied().unwrap_or_default();
         if of_caller >= self.max_per_caller {
             let limit = self.max_per_caller;
             let message = format!(
-                "you have {limit} streams open, and a caller may have no more \
+                "you have reached the maximum of {limit} open streams and long polls per caller \
                  (limits.max_streams_per_caller): close some, or share one"
             );
             return Err(refusal(Code::RateLimited, message, "caller"));
         }
         if open.count >= self.max_streams {
-            let message = "the server has as many event streams and WebSockets open as it may \
-                           have (limits.max_streams)";
+            let message = "the server has reached its maximum number of event streams, WebSockets \
+                           and long polls (limits.max_streams)";
             return Err(refusal(Code::Overloaded, message.to_owned(), "server"));
         }
         open.count += 1;
@@ -123,10 +149,9 @@ impl StreamLimiter {
     }
 }
 
-fn refusal(code: Code, message: String, scope: &'static str) -> Box<Response> {
+fn refusal(code: Code, message: String, scope: &'static str) -> Error {
     metrics::counter!("toolcrib_streams_refused_total", "limit" => scope).increment(1);
-    let fault = Fault::new(code, message).without_side_effect();
-    Box::new(problem_response(&fault, Some(RETRY_AFTER_MS)))
+    Error::retry_later(code, message, RETRY_AFTER_MS)
 }
 
 #[cfg(test)]

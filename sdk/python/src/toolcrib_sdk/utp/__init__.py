@@ -1,0 +1,50 @@
+"""UTP, the protocol between Toolcrib and tool services on NATS.
+
+`Service` is a whole tool service. The other names are its parts, for services that receive their
+commands themselves.
+"""
+
+from .cards import Card, CardBox, ToolCallContent, ToolResultContent
+from .errors import (
+    AuthFailed,
+    BadRequest,
+    CGError,
+    Conflict,
+    NotFound,
+    OutcomeUnknown,
+    ProtocolViolation,
+    ToolTimeout,
+    UpstreamUnavailable,
+    build_error_result_from_exception,
+)
+from .reports import ReportRefused, publish_tool_result_report
+from .results import ToolResultBuilder, ToolResultContext
+from .service import Call, Result, Service
+from .subjects import Subject, parse_subject, safe_str
+
+__all__ = [
+    "AuthFailed",
+    "BadRequest",
+    "CGError",
+    "Call",
+    "Card",
+    "CardBox",
+    "Conflict",
+    "NotFound",
+    "OutcomeUnknown",
+    "ProtocolViolation",
+    "ReportRefused",
+    "Result",
+    "Service",
+    "Subject",
+    "ToolCallContent",
+    "ToolResultBuilder",
+    "ToolResultContent",
+    "ToolResultContext",
+    "ToolTimeout",
+    "UpstreamUnavailable",
+    "build_error_result_from_exception",
+    "parse_subject",
+    "publish_tool_result_report",
+    "safe_str",
+]
