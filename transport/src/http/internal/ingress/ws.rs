@@ -91,10 +91,10 @@ struct WsMessageHeader {
 
 pub(in super::super) async fn ws(
     State(state): State<HttpState>,
-    standing: RequestCredentials,
+    credentials: RequestCredentials,
     mut request: Request,
 ) -> Result<Response, ApiError> {
-    let caller = standing.caller().clone();
+    let caller = credentials.caller().clone();
     require_provider(&caller)?;
     let refused = |reason: String| {
         let message = format!("this is for WebSocket connections only: {reason}");
