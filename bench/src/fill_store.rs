@@ -68,6 +68,7 @@ fn build_finished_call(minter: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
         target_attempts: 0,
         acknowledged_by: None,
         elicitation: None,
+        approval: None,
         failed_attempt: None,
         node: None,
         created_ms: at_ms,
@@ -92,5 +93,12 @@ fn build_finished_call(minter: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
             call = Call { version: 1, ..next.call };
         }
     }
-    NewCall { call: Arc::new(call), records, key: None, undelivered: None, group_member: None }
+    NewCall {
+        call: Arc::new(call),
+        records,
+        key: None,
+        undelivered: None,
+        approval: None,
+        group_member: None,
+    }
 }

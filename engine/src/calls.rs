@@ -24,10 +24,12 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use commit::approval_index::ApprovalIndex;
 use dependents::Dependents;
 use futures::future::BoxFuture;
 use limiter::ConcurrencyLimiter;
 use open_calls::OpenCalls;
+use tokio::sync::Notify;
 use tokio_util::task::TaskTracker;
 
 use crate::clients::queue::ClientQueue;
@@ -71,6 +73,9 @@ pub struct Dispatcher {
     pub(crate) recovered: AtomicBool,
     /// The difference between the time of day and the clock's count, as last recorded.
     pub(crate) wall_offset_ms: AtomicI64,
+    pub(crate) approval_index: ApprovalIndex,
+    /// Notified when a call has begun to wait for an approval.
+    pub(crate) approval_requested: Notify,
     /// Set once, when the parts that follow ended calls exist.
     ended_listeners: OnceLock<Vec<Arc<dyn EndedCallListener>>>,
 }
@@ -101,6 +106,8 @@ impl Dispatcher {
             attempts: TaskTracker::new(),
             recovered: AtomicBool::new(false),
             wall_offset_ms,
+            approval_index: ApprovalIndex::default(),
+            approval_requested: Notify::new(),
             ended_listeners: OnceLock::new(),
         }
     }
@@ -134,7 +141,7 @@ impl Calls {
     }
 
     /// Returns the number of calls without an outcome, by state.
-    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 6] {
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 7] {
         self.dispatcher.open_calls.count_by_state()
     }
 
@@ -154,9 +161,15 @@ impl Calls {
         self.availability(project, &tool.name, tool.executor)
     }
 
-    /// Says what a call waits for that no executor has taken: a client that is away, for example.
+    /// Says what a call waits for that no executor has taken: a client that is away, or a person.
     /// Returns `None` for every other call.
     pub fn describe_hold(&self, call: &Call) -> Option<String> {
+        if let Some(id) = call.pending_approval() {
+            return Some(format!(
+                "waiting for a person's approval: POST /v1/approvals/decide, or on the command \
+                 line: toolcrib approvals approve {id}"
+            ));
+        }
         let is_untaken = matches!(call.hold, Some(Hold::Queue | Hold::Unacknowledged));
         if call.status != Status::Pending || !is_untaken {
             return None;

@@ -10,6 +10,7 @@ mod builder;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::approvals::Approvals;
 use crate::calls::Calls;
 use crate::clients::Clients;
 use crate::domain::fault::Error;
@@ -30,6 +31,7 @@ pub struct Engine {
     pub(crate) admin: Arc<Admin>,
     pub(crate) clients: Arc<Clients>,
     pub(crate) calls: Arc<Calls>,
+    pub(crate) approvals: Arc<Approvals>,
     pub(crate) utp: Arc<Utp>,
     pub(crate) webhooks: Arc<Webhooks>,
     pub(crate) runs: Arc<Runs>,
@@ -44,6 +46,11 @@ impl Engine {
     /// Accepts, reports, cancels, reads and waits for calls.
     pub fn calls(&self) -> &Arc<Calls> {
         &self.calls
+    }
+
+    /// Shows and decides approvals of calls.
+    pub fn approvals(&self) -> &Arc<Approvals> {
+        &self.approvals
     }
 
     /// Connects programs that provide tools.

@@ -34,6 +34,7 @@
 
 #![warn(missing_docs)]
 
+pub mod approvals;
 pub mod calls;
 pub mod clients;
 pub mod domain;

@@ -12,20 +12,30 @@
 //!   RUNNING ── input required ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
 //!   an attempt in flight ── its time is over ──▶ PENDING(retry) | TIMEOUT | FAILED
 //!   PENDING(after) ── its predecessor has ended ──▶ PENDING(queue)
+//!   PENDING(queue) ── approval required ──▶ PENDING(approval) ── approved ──▶ PENDING(queue)
+//!   PENDING(approval) ── rejected, expired ──▶ FAILED
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //!   any open state ── a rule of the system, a kill switch ──▶ FAILED
 //! ```
 
+pub(crate) mod approvals;
+mod elicitation;
 mod stops;
 pub(crate) mod time_limits;
+use approvals::{
+    ApprovalVerdict, decide_approval, end_replaced, end_undecided_approval, require_approval,
+    waive_approval,
+};
+use elicitation::{provide_input, require_input};
 use serde_json::{Map, Value};
 use stops::{abort, cancel, deny, switch_off};
 use time_limits::{
     attempt_deadline, extend_predecessor_wait, retries_left, time_out, time_out_attempt,
 };
 
-use crate::domain::call::elicitation::{Elicitation, ElicitationRequest};
-use crate::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Outcome, Status};
+use crate::domain::call::approval::{Approval, ApprovalChange, ApprovalDecision};
+use crate::domain::call::elicitation::ElicitationRequest;
+use crate::domain::call::{Call, CallMetrics, FailedAttempt, Hold, Outcome, Status, Target};
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::json::Json;
@@ -97,6 +107,34 @@ pub enum Event {
     PredecessorExtended {
         /// Present deadline of the predecessor, in Unix milliseconds.
         deadline_ms: u64,
+    },
+    /// The rules demand a person's approval before the call starts.
+    ApprovalRequired {
+        /// The approval that is requested.
+        approval: Box<Approval>,
+        /// Present form of the target, if the tool has changed since the call was accepted.
+        target: Option<Box<Target>>,
+    },
+    /// A person decided about the call.
+    ApprovalDecided {
+        /// Id of the approval.
+        approval_id: String,
+        /// Effect on the call.
+        verdict: ApprovalVerdict,
+        /// The decision to store.
+        decision: Box<ApprovalDecision>,
+    },
+    /// The rules no longer demand the approval that the call waits for.
+    ApprovalWaived {
+        /// Id of the approval.
+        approval_id: String,
+    },
+    /// The call that replaces this one has ended.
+    ReplacementEnded {
+        /// Status of that call.
+        status: Status,
+        /// Outcome of that call.
+        outcome: Box<Outcome>,
     },
     /// The clock reached the call's deadline.
     Deadline,
@@ -176,6 +214,8 @@ pub struct Transition {
     pub records: Vec<EventRecord>,
     /// Actions to take after the commit, in order.
     pub actions: Vec<Action>,
+    /// Changes of the call's approvals, in the same commit.
+    pub approval_changes: Vec<ApprovalChange>,
 }
 
 /// The reason why an event changes nothing.
@@ -193,6 +233,11 @@ pub enum Refusal {
 
 /// Decides the effect of an event on a call.
 pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refusal> {
+    let transition = decide(call, event, now_ms)?;
+    Ok(end_undecided_approval(call, event, transition, now_ms))
+}
+
+fn decide(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refusal> {
     match event {
         Event::Claim { node } => {
             check_claim(call, now_ms)?;
@@ -215,6 +260,14 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refus
         }
         Event::PredecessorEnded => start_after_predecessor(call, now_ms),
         Event::PredecessorExtended { deadline_ms } => extend_predecessor_wait(call, *deadline_ms),
+        Event::ApprovalRequired { approval, target } => {
+            require_approval(call, approval, target.as_deref(), now_ms)
+        }
+        Event::ApprovalDecided { approval_id, verdict, decision } => {
+            decide_approval(call, approval_id, *verdict, decision, now_ms)
+        }
+        Event::ApprovalWaived { approval_id } => waive_approval(call, approval_id, now_ms),
+        Event::ReplacementEnded { status, outcome } => end_replaced(call, *status, outcome, now_ms),
         Event::Deadline => time_out(call, now_ms),
         Event::AttemptDeadline { attempt, delivered_ms } => {
             time_out_attempt(call, *attempt, *delivered_ms, now_ms)
@@ -273,6 +326,9 @@ fn claim(mut next: Call, node: &str, now_ms: u64) -> Transition {
     next.attempt_dispatched_ms = Some(now_ms);
     next.node = Some(node.to_owned());
     next.acknowledged_by = None;
+    if let Some(approval) = &mut next.approval {
+        approval.is_used = true;
+    }
     if let Some(elicitation) = &mut next.elicitation {
         elicitation.handle = None;
     }
@@ -590,73 +646,11 @@ fn detach(call: &Call, attempt: u32, handle: &str, now_ms: u64) -> Result<Transi
     Ok(into_transition(next, vec![record], vec![]))
 }
 
-/// Ends an attempt with questions: the call waits for answers with no attempt in flight.
-fn require_input(
-    call: &Call,
-    attempt: u32,
-    questions: &ElicitationRequest,
-    now_ms: u64,
-) -> Result<Transition, Refusal> {
-    if call.status.is_terminal() {
-        return Err(Refusal::AlreadyEnded(ignored_record(call, now_ms, "asked after the end")));
-    }
-    if !call.has_attempt_in_flight() || call.attempt != attempt {
-        let reason = "asked by an attempt that is not out";
-        return Err(Refusal::WrongAttempt(ignored_record(call, now_ms, reason)));
-    }
-    let mut next = call.clone();
-    next.status = Status::Pending;
-    // The time in which a person answers does not count against the deadline: the clock of the call
-    // stops here and continues with the last answer.
-    let remaining_ms = call.deadline_ms.saturating_sub(now_ms);
-    next.hold = Some(Hold::Input { remaining_ms });
-    next.deadline_ms = now_ms.saturating_add(call.input_timeout_ms);
-    next.attempt_deadline_ms = None;
-    next.acknowledged_by = None;
-    // An elicitation is not a failure: it costs no retry.
-    next.target_attempts = next.target_attempts.saturating_sub(1);
-    next.elicitation = Some(Box::new(Elicitation::from_request(questions)));
-    let keys: Vec<&str> = questions.questions.keys().map(String::as_str).collect();
-    let record =
-        EventRecord::new(EventKind::InputRequired, now_ms, attempt).with("questions", keys);
-    Ok(into_transition(next, vec![record], vec![]))
-}
-
-/// Accepts answers. The last answer queues the call.
-fn provide_input(
-    call: &Call,
-    by: &str,
-    answers: &Map<String, Value>,
-    now_ms: u64,
-) -> Result<Transition, Refusal> {
-    if call.status.is_terminal() {
-        return Err(Refusal::AlreadyEnded(
-            ignored_record(call, now_ms, "answered after the end").with("by", by),
-        ));
-    }
-    let Some(Hold::Input { remaining_ms }) = call.hold else {
-        return Err(Refusal::NotApplicable);
-    };
-    let mut next = call.clone();
-    let elicitation = next.elicitation.get_or_insert_default();
-    let keys = elicitation.accept_answers(answers);
-    if keys.is_empty() {
-        return Err(Refusal::Duplicate);
-    }
-    let record = EventRecord::new(EventKind::InputProvided, now_ms, call.attempt).with("by", by);
-    let record = record.with("questions", keys);
-    let mut actions = Vec::new();
-    if elicitation.unanswered.is_empty() {
-        next.hold = Some(Hold::Queue);
-        next.deadline_ms = now_ms.saturating_add(remaining_ms);
-        actions.push(Action::Enqueue);
-    }
-    Ok(into_transition(next, vec![record], actions))
-}
-
 /// Queues a call whose predecessor has ended; its timeout starts now.
 fn start_after_predecessor(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
-    let Some(Hold::Predecessor { timeout_ms }) = call.hold else {
+    // A replaced call is never executed: it takes over the outcome of its replacement.
+    let is_replaced = call.replaced_by().is_some();
+    let Some(Hold::Predecessor { timeout_ms }) = call.hold.filter(|_| !is_replaced) else {
         return Err(Refusal::NotApplicable);
     };
     let mut next = call.clone();
@@ -675,9 +669,9 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
     next.node = Some(node.to_owned());
     let recovered = EventRecord::new(EventKind::Recovered, now_ms, call.attempt);
     if !call.has_attempt_in_flight() {
-        // A call that waits for input keeps waiting; a call that waits for a slot is queued.
+        // A call that waits for a person keeps waiting; a call that waits for a slot is queued.
         let actions = match call.hold {
-            Some(Hold::Input { .. }) => vec![],
+            Some(Hold::Input { .. } | Hold::Approval { .. }) => vec![],
             Some(Hold::Predecessor { .. }) => vec![Action::AwaitPredecessor],
             Some(Hold::Queue | Hold::Retry { .. } | Hold::Unacknowledged) | None => {
                 vec![Action::Enqueue]
@@ -743,7 +737,7 @@ fn stop_actions(call: &Call) -> Vec<Action> {
 
 fn into_transition(mut call: Call, records: Vec<EventRecord>, actions: Vec<Action>) -> Transition {
     call.version += 1;
-    Transition { call, records, actions }
+    Transition { call, records, actions, approval_changes: Vec::new() }
 }
 
 fn ignored_record(call: &Call, now_ms: u64, reason: &str) -> EventRecord {

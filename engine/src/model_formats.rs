@@ -210,6 +210,9 @@ pub struct PendingNotice<'a> {
     /// Set for a background task.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task_id: Option<&'a str>,
+    /// The approval that the call waits for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub approval_id: Option<&'a str>,
     /// Explanation for a caller or a model.
     pub message: &'static str,
     /// The tool's unanswered questions, if the call waits for them.

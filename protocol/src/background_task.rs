@@ -44,6 +44,8 @@ pub fn task_event_name(kind: EventKind) -> Option<&'static str> {
         | EventKind::Fallback
         | EventKind::InputRequired
         | EventKind::InputProvided
+        | EventKind::ApprovalRequested
+        | EventKind::ApprovalDecided
         | EventKind::Recovered
         | EventKind::ReportIgnored => None,
     }

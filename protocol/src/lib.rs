@@ -5,6 +5,7 @@
 //! This crate knows neither transports nor sources. It decides nothing about calls: it reads and
 //! writes the formats that both directions speak.
 
+pub mod approval;
 pub mod background_task;
 pub mod duration;
 pub mod http_operation;

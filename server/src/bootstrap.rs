@@ -121,6 +121,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         .publishes_outbox(link.is_some())
         .limits(engine_limits(config))
         .policies(settings::execution_policies(config))
+        .approval_settings(settings::approval_settings(config))
         .webhook_sender(Arc::new(webhook_sender), settings::webhook_delivery(&config.webhooks))
         .models(Arc::new(ModelRegistry::new(&config.llm)))
         .model_request_policy(config.llm.request_policy())

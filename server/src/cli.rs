@@ -106,6 +106,8 @@ Examples:
     Call(call::CallCommandArgs),
     /// List, show, read, answer or cancel calls, and show their events
     Calls(calls::CallsArgs),
+    /// List approvals, decide about them, and revoke standing ones
+    Approvals(calls::approvals::ApprovalsArgs),
     /// Send a question to a model and show its tool calls
     Run(run::RunArgs),
     /// Show calls as they happen
@@ -407,6 +409,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Tools(args) => tools::run(context, args).await,
         CliCommand::Call(args) => call::run(context, args).await,
         CliCommand::Calls(args) => calls::run(context, args).await,
+        CliCommand::Approvals(args) => calls::approvals::run(context, args).await,
         CliCommand::Run(args) => run::run(context, args).await,
         CliCommand::Watch(args) => watch::run(context, args).await,
         CliCommand::Mcp(args) => mcp::run(context, args).await,

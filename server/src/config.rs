@@ -7,6 +7,7 @@
 //! than a server that does not start. The doc comments are the user documentation, and keys are
 //! checked against a schema generated from the same types, so the two cannot disagree.
 
+mod approvals;
 mod layers;
 mod mcp_servers;
 pub mod rules;
@@ -29,6 +30,7 @@ use toolcrib::domain::tool::Fallback;
 use toolcrib_sources::builtin::{DatabaseSettings, WeatherSettings};
 use toolcrib_sources::http::HttpSettings;
 
+pub use crate::config::approvals::ApprovalConfig;
 pub use crate::config::mcp_servers::{McpServerAdmissionSettings, local_url};
 pub use crate::config::store_location::StoreLocation;
 pub use crate::config::transports::{McpEndpointSettings, TransportSettings};
@@ -79,6 +81,8 @@ pub struct Config {
     pub ingress: IngressSettings,
     /// Webhooks that report finished calls.
     pub webhooks: WebhookSettings,
+    /// Calls that wait for a person's approval.
+    pub approvals: ApprovalConfig,
     /// The built-in tools.
     pub builtin: BuiltinSettings,
     /// Transports: the interfaces that callers use.
@@ -121,6 +125,7 @@ impl Default for Config {
             shutdown: ShutdownSettings::default(),
             ingress: IngressSettings::default(),
             webhooks: WebhookSettings::default(),
+            approvals: ApprovalConfig::default(),
             builtin: BuiltinSettings::default(),
             transports: TransportSettings::default(),
             nats: NatsSettings::default(),

@@ -1,5 +1,5 @@
-//! Webhooks for ended calls: one signed POST to the callback URL of a call, as Standard Webhooks
-//! defines it. The engine decides when to send and what the response means.
+//! Webhooks for ended calls and for requested approvals: one signed POST to a URL, as Standard
+//! Webhooks defines it. The engine decides when to send and what the response means.
 //!
 //! This implements the engine's `WebhookSender` port. It is part of the server and not of the
 //! sources crate, because a source executes tools and a receiver of webhooks executes nothing. Like
@@ -20,7 +20,8 @@ use serde::Serialize;
 use signing::SigningKeySources;
 use toolcrib::Call;
 use toolcrib::domain::delivery::DeliveryResponse;
-use toolcrib::ports::webhook_sender::{WebhookMessage, WebhookSender};
+use toolcrib::ports::webhook_sender::{ApprovalMessage, WebhookMessage, WebhookSender};
+use toolcrib_protocol::approval::ApprovalBody;
 use toolcrib_protocol::background_task::TaskOutcome;
 use toolcrib_protocol::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};
 
@@ -36,6 +37,16 @@ pub struct HttpWebhookSender {
     max_data_bytes: usize,
     /// Created by the first delivery, because loading certificates takes time.
     client: OnceLock<reqwest::Client>,
+}
+
+/// The body of a webhook that announces an approval.
+#[derive(Serialize)]
+struct ApprovalPayload<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// The time at which the approval was requested.
+    timestamp: String,
+    data: ApprovalBody<'a>,
 }
 
 /// The body of a webhook.
@@ -75,15 +86,19 @@ impl HttpWebhookSender {
         Ok(self.client.get_or_init(|| built))
     }
 
-    async fn send(&self, notice: &WebhookMessage) -> Result<(u16, HeaderMap), String> {
-        let delivery = &notice.delivery;
-        let keys = self.keys.load_keys(&delivery.project)?;
+    /// Posts a signed message.
+    async fn post(
+        &self,
+        project: &str,
+        url: &str,
+        id: String,
+        payload: String,
+    ) -> Result<(u16, HeaderMap), String> {
+        let keys = self.keys.load_keys(project)?;
         // The rules may have changed since the URL was accepted.
-        let url =
-            self.outbound.check(&delivery.url).map_err(|reason| format!("the URL {reason}"))?;
-        let payload = self.payload(&notice.call)?;
+        let url = self.outbound.check(url).map_err(|reason| format!("the URL {reason}"))?;
         // The wall clock and not the engine's clock, because the receiver compares it with its own.
-        let (id, timestamp) = (delivery.message_id(), Timestamp::now().as_second());
+        let timestamp = Timestamp::now().as_second();
         let signature = keys.sign(&id, timestamp, &payload);
         let request = self
             .client()?
@@ -96,6 +111,19 @@ impl HttpWebhookSender {
             .body(payload);
         let answer = request.send().await.map_err(|error| self.describe_error(&error))?;
         Ok((answer.status().as_u16(), answer.headers().clone()))
+    }
+
+    /// Writes the announcement of an approval.
+    fn approval_payload(message: &ApprovalMessage) -> Result<String, String> {
+        let approval = &message.approval;
+        let created_ms = i64::try_from(approval.created_ms).unwrap_or_default();
+        let timestamp = Timestamp::from_millisecond(created_ms).unwrap_or_default();
+        let payload = ApprovalPayload {
+            kind: "approval.requested",
+            timestamp: format!("{timestamp:.3}"),
+            data: ApprovalBody::new(approval, message.link.clone()),
+        };
+        serde_json::to_string(&payload).map_err(|error| format!("no payload: {error}"))
     }
 
     fn payload(&self, call: &Call) -> Result<String, String> {
@@ -137,11 +165,31 @@ impl WebhookSender for HttpWebhookSender {
     }
 
     async fn send(&self, notice: WebhookMessage) -> DeliveryResponse {
-        match self.send(&notice).await {
-            Ok((code, headers)) => {
-                DeliveryResponse { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
+        let delivery = &notice.delivery;
+        let sent = match self.payload(&notice.call) {
+            Ok(payload) => {
+                self.post(&delivery.project, &delivery.url, delivery.message_id(), payload).await
             }
-            Err(reason) => DeliveryResponse { result: Err(reason), retry_after_ms: None },
+            Err(reason) => Err(reason),
+        };
+        to_response(sent)
+    }
+
+    async fn send_approval(&self, message: ApprovalMessage) -> DeliveryResponse {
+        let (project, url) = (&message.approval.project, &message.url);
+        let sent = match Self::approval_payload(&message) {
+            Ok(payload) => self.post(project, url, message.approval.id.clone(), payload).await,
+            Err(reason) => Err(reason),
+        };
+        to_response(sent)
+    }
+}
+
+fn to_response(sent: Result<(u16, HeaderMap), String>) -> DeliveryResponse {
+    match sent {
+        Ok((code, headers)) => {
+            DeliveryResponse { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
         }
+        Err(reason) => DeliveryResponse { result: Err(reason), retry_after_ms: None },
     }
 }

@@ -1,6 +1,7 @@
 //! The PostgreSQL store: opens the database and implements the `Store` port with one writer and a
 //! few concurrent readers.
 
+mod approvals;
 mod calls;
 mod change;
 mod credentials;
@@ -38,7 +39,7 @@ use toolcrib::ports::store::{
 use writer::PostgresWriter;
 use writer_lease::{SequenceCounters, WriterLease};
 
-use crate::row::{CallRow, RowReader, decode, encode_events};
+use crate::row::{ApprovalRow, CallRow, RowReader, decode, encode_events};
 
 /// The reason why a PostgreSQL database was not opened. No message contains the URL, which holds a
 /// password.
@@ -190,6 +191,7 @@ impl Store for PostgresStore {
             records,
             key: new.key,
             undelivered: new.undelivered,
+            approval: new.approval.map(|new| ApprovalRow::with_audit(*new)).transpose()?,
             reply,
             position: 0,
             is_key_taken: false,
@@ -402,6 +404,10 @@ impl Store for PostgresStore {
     }
 
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
+        self
+    }
+
+    fn approvals(&self) -> &dyn toolcrib::ports::store::approvals::ApprovalStore {
         self
     }
 

@@ -1,6 +1,7 @@
 //! Converts calls and events to rows and back. The engine's types are not designed for storage. The
 //! types in this module are: every later version of Toolcrib must be able to read them.
 
+mod approval;
 mod caller_identity;
 mod columns;
 mod definition;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use toolcrib::domain::call::approval::CallApproval;
 use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{
     Call, CallMetrics, FailedAttempt, Hold, Origin, Outcome, Status, Target,
@@ -28,6 +30,7 @@ use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
 use toolcrib::domain::utp::Route;
 use toolcrib::ports::store::StoreError;
 
+pub(crate) use approval::{APPROVAL_COLUMNS, ApprovalChangeRow, ApprovalRow, read_approval};
 use caller_identity::StoredIdentity;
 pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
@@ -101,6 +104,8 @@ struct StoredCallEnvelope<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "after")]
     predecessor: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    replaces: Option<Cow<'a, str>>,
     max_retries: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attempt_timeout_ms: Option<u64>,
@@ -144,9 +149,15 @@ struct StoredCallState<'a> {
     /// Time of the call that was left when it began to wait for input. Set only while it waits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     input_remaining_ms: Option<u64>,
-    /// Set only for a call with a predecessor or an elicitation, whose deadline moves when the
-    /// predecessor ends and while the call waits for input. Older versions leave the `deadline_ms`
-    /// column as it was inserted.
+    /// Time of the call that was left when it began to wait for an approval, and the time at which
+    /// that approval expires. Set only while it waits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    approval_wait: Option<(u64, u64)>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    approval: Option<Cow<'a, CallApproval>>,
+    /// Set only for a call with a predecessor, an elicitation or an approval, whose deadline moves
+    /// when the predecessor ends and while the call waits for a person. Older versions leave the
+    /// `deadline_ms` column as it was inserted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     deadline_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -257,6 +268,7 @@ impl CallRow {
             turn: call.origin.route.as_deref().map(Cow::Borrowed),
             callback_url: call.origin.callback_url.as_deref().map(Cow::Borrowed),
             predecessor: call.origin.predecessor.as_ref().map(|id| Cow::Borrowed(id.as_str())),
+            replaces: call.origin.replaces.as_ref().map(|id| Cow::Borrowed(id.as_str())),
             max_retries: call.max_retries,
             attempt_timeout_ms: call.attempt_timeout_ms,
             input_timeout_ms: call.input_timeout_ms,
@@ -299,6 +311,13 @@ impl CallRow {
                 Some(Hold::Input { remaining_ms }) => Some(remaining_ms),
                 _ => None,
             },
+            approval_wait: match call.hold {
+                Some(Hold::Approval { remaining_ms, expires_ms }) => {
+                    Some((remaining_ms, expires_ms))
+                }
+                _ => None,
+            },
+            approval: call.approval.as_deref().map(Cow::Borrowed),
             deadline_ms: has_moving_deadline(&call).then_some(call.deadline_ms),
             attempt_deadline_ms: call.attempt_deadline_ms,
             attempt_ms: call
@@ -325,7 +344,7 @@ impl CallRow {
 
 /// Returns true if the deadline of a call may differ from that of its insert.
 fn has_moving_deadline(call: &Call) -> bool {
-    call.origin.predecessor.is_some() || call.elicitation.is_some()
+    call.origin.predecessor.is_some() || call.elicitation.is_some() || call.approval.is_some()
 }
 
 fn encode_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
@@ -405,37 +424,22 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| decode_target(stored, &tool_name, executor, &args);
     let id = text(CallColumn::Id)?;
-    let identity = StoredIdentity {
-        subject_to_rules: envelope.subject_to_rules,
-        auth_method: envelope.auth_method,
-        roles: envelope.roles,
-        attributes: envelope.attributes,
-    };
+    let (max_retries, backoff) = (envelope.max_retries, envelope.backoff.clone().into_owned());
+    let (attempt_timeout_ms, input_timeout_ms) =
+        (envelope.attempt_timeout_ms, envelope.input_timeout_ms);
     let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(CallColumn::Project)?,
         run_id: text(CallColumn::RunId)?,
         tool_name: tool_name.clone(),
         args: args.clone(),
-        origin: Origin {
-            agent: envelope.agent.into_owned(),
-            caller_call_id: envelope.call_id.map(Cow::into_owned),
-            client_id: envelope.client_id.map(Cow::into_owned),
-            user_id: envelope.user_id.map(Cow::into_owned),
-            idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
-            traceparent: envelope.traceparent.map(Cow::into_owned),
-            background: envelope.background,
-            route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
-            callback_url: envelope.callback_url.map(Cow::into_owned),
-            predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
-            ..Origin::default()
-        },
+        origin: decode_origin(envelope)?,
         target: target(state.target),
         fallbacks: state.alternates.into_iter().map(target).collect(),
-        max_retries: envelope.max_retries,
-        attempt_timeout_ms: envelope.attempt_timeout_ms,
-        input_timeout_ms: envelope.input_timeout_ms,
-        backoff: envelope.backoff.into_owned(),
+        max_retries,
+        attempt_timeout_ms,
+        input_timeout_ms,
+        backoff,
         status,
         hold,
         attempt: state.attempt,
@@ -443,6 +447,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         acknowledged_by: state.acknowledged_by.map(Cow::into_owned),
         node: state.node.map(Cow::into_owned),
         elicitation: state.elicitation.map(|dialogue| Box::new(dialogue.into_owned())),
+        approval: state.approval.map(|approval| Box::new(approval.into_owned())),
         failed_attempt: state.failed_attempt.map(|failed| Box::new(failed.into_owned())),
         created_ms,
         deadline_ms,
@@ -453,9 +458,33 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
         outcome,
         version: number(CallColumn::Version)?,
     };
-    caller_identity::restore(identity, &mut call.origin)?;
     call.attempt_dispatched_ms = call.attempt_dispatched_ms.or_else(|| call.implied_dispatch_ms());
     Ok((number(CallColumn::Position)?, call))
+}
+
+fn decode_origin(envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreError> {
+    let identity = StoredIdentity {
+        subject_to_rules: envelope.subject_to_rules,
+        auth_method: envelope.auth_method,
+        roles: envelope.roles,
+        attributes: envelope.attributes,
+    };
+    let mut origin = Origin {
+        agent: envelope.agent.into_owned(),
+        caller_call_id: envelope.call_id.map(Cow::into_owned),
+        client_id: envelope.client_id.map(Cow::into_owned),
+        user_id: envelope.user_id.map(Cow::into_owned),
+        idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
+        traceparent: envelope.traceparent.map(Cow::into_owned),
+        background: envelope.background,
+        route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
+        callback_url: envelope.callback_url.map(Cow::into_owned),
+        predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
+        replaces: envelope.replaces.and_then(|id| id.parse().ok()),
+        ..Origin::default()
+    };
+    caller_identity::restore(identity, &mut origin)?;
+    Ok(origin)
 }
 
 /// Decodes a hold. Earlier versions stored `input` and `after` as `queue`, so the state decides
@@ -470,6 +499,10 @@ fn decode_hold(column: Option<&str>, state: &StoredCallState<'_>, timeout_ms: u6
         ("queue" | "after", Some(timeout_ms)) => Some(Hold::Predecessor { timeout_ms }),
         ("queue" | "input" | "after", _) => Some(Hold::Queue),
         ("parked", _) => Some(Hold::Unacknowledged),
+        ("approval", _) => {
+            let (remaining_ms, expires_ms) = state.approval_wait.unwrap_or_default();
+            Some(Hold::Approval { remaining_ms, expires_ms })
+        }
         ("retry", _) => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
         _ => None,
     }

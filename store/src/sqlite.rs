@@ -39,7 +39,7 @@ use toolcrib::ports::store::{
 use writer::{FunctionChange, NewCallRow, SqliteWriter, WalPreallocation, WriterConnection};
 
 use crate::file_permissions;
-use crate::row::{CallRow, encode_events, encode_new_call_events};
+use crate::row::{ApprovalRow, CallRow, encode_events, encode_new_call_events};
 
 /// Maximum number of concurrent reads. Each has a thread, a connection and a page cache; more would
 /// only compete for the same disk and cores.
@@ -164,12 +164,14 @@ impl Store for SqliteStore {
     async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError> {
         let records = encode_new_call_events(&new.call, new.records)?;
         let row = CallRow::for_insert(new.call)?;
+        let approval = new.approval.map(|new| ApprovalRow::with_audit(*new)).transpose()?;
         let group = new.group_member.as_ref().map(GroupMember::group);
         let (reply, answer) = oneshot::channel();
         self.writer.send(Box::new(CallInsert {
             new: Some(NewCallRow { row, records }),
             key: new.key,
             undelivered: new.undelivered,
+            approval,
             group: group.clone(),
             result: CreateCallResult::New,
             reply,
@@ -354,6 +356,10 @@ impl Store for SqliteStore {
     }
 
     fn undelivered(&self) -> &dyn toolcrib::ports::store::undelivered::UndeliveredRequestStore {
+        self
+    }
+
+    fn approvals(&self) -> &dyn toolcrib::ports::store::approvals::ApprovalStore {
         self
     }
 

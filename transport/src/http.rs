@@ -141,6 +141,7 @@ pub struct HttpTransportSettings {
         (name = "models", description = "OpenAI's API, with Toolcrib's tools behind it"),
         (name = "runs", description = "Conversations with a model, kept and driven here"),
         (name = "providers", description = "Offering tools and executing calls"),
+        (name = "approvers", description = "Deciding about calls that wait for a person"),
         (name = "operators", description = "Keys, rules, health")
     ),
     external_docs(url = "/docs/errors", description = "Error codes and what to do about them"),

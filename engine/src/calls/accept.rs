@@ -4,12 +4,15 @@
 //! A call that must wait is stored with a [`Hold`]; `queue_or_hold` in `dependents.rs` keeps it out
 //! of the queue until an event releases it.
 
+pub(crate) mod approval_request;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
 use futures::poll;
 use serde_json::json;
+
+use approval_request::BatchCalls;
 
 use crate::calls::Calls;
 use crate::calls::commit::{Commit, CommitKind};
@@ -31,6 +34,7 @@ use crate::domain::id::CallId;
 use crate::domain::tool::Effect;
 use crate::lifecycle::{self, Action, Event, Transition};
 use crate::ports::core::from_store_error;
+use crate::ports::store::approvals::NewApproval;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::AccessRequest;
@@ -50,6 +54,8 @@ pub(crate) struct BatchMembership {
     pub(crate) on_finished: Option<OnFinished>,
     /// The call that must end before this one starts.
     pub(crate) predecessor: Option<Arc<Call>>,
+    /// Calls of the other entries.
+    pub(crate) siblings: Option<BatchCalls>,
 }
 
 /// An accepted call. It is stored and will reach an outcome.
@@ -112,7 +118,7 @@ impl Calls {
         if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != request.tool) {
             request.tool.clone_from(&tool.definition.name);
         }
-        // Before the arguments are validated, so that a denied caller learns nothing about the tool.
+        // Before the arguments are validated: a denied caller learns nothing about the tool.
         let decision = self.authorize_unvalidated(&catalog, caller, &request).await?;
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;
@@ -137,7 +143,7 @@ impl Calls {
             true => decide_call(&catalog, caller, &call),
             false => decision,
         };
-        self.registry.enforce_decision(caller, &call.tool_name, decision).await?;
+        let ask = self.enforce_unless_asked(caller, &call, decision).await?;
         if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
         }
@@ -146,7 +152,18 @@ impl Calls {
         {
             return Ok(ticket);
         }
-        let accepting = self.clone().commit_call(call, key, undelivered, membership);
+        let mut approval = None;
+        // A call that waits for its predecessor is checked again when its turn comes.
+        if let Some(ask) = ask
+            && call.hold == Some(Hold::Queue)
+        {
+            let siblings = membership.siblings.as_ref();
+            if let Some(ticket) = self.join_waiting_call(&call, key.as_ref(), siblings).await? {
+                return Ok(ticket);
+            }
+            approval = self.request_approval(&catalog, caller, &mut call, ask).await?;
+        }
+        let accepting = self.clone().commit_call(call, key, undelivered, approval, membership);
         self.dispatcher.detach_on_drop(accepting).await
     }
 }
@@ -170,7 +187,7 @@ fn check_is_on(
 }
 
 /// Decides about a call whose arguments are validated.
-fn decide_call(catalog: &Catalog, caller: &Caller, call: &Call) -> AccessDecision {
+pub(crate) fn decide_call(catalog: &Catalog, caller: &Caller, call: &Call) -> AccessDecision {
     let request = AccessRequest {
         args: Some(&call.target.args),
         run_id: Some(&call.run_id),
@@ -199,7 +216,12 @@ impl Calls {
     }
 
     /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.
-    async fn prepare_schemas(&self, catalog: &Catalog, caller: &Caller, tool: &Arc<Compiled>) {
+    pub(crate) async fn prepare_schemas(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &Arc<Compiled>,
+    ) {
         let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
         let others = names.filter_map(|name| catalog.find(&caller.project, name));
         for entry in std::iter::once(tool.clone()).chain(others) {
@@ -261,6 +283,7 @@ impl Calls {
             elicitation: request
                 .answers
                 .map(|answers| Box::new(Elicitation { answers, ..Elicitation::default() })),
+            approval: None,
             failed_attempt: None,
             node: None,
             created_ms: now_ms,
@@ -301,6 +324,7 @@ impl Calls {
         call: Call,
         key: Option<IdempotencyKey>,
         undelivered: Option<UndeliveredRequest>,
+        approval: Option<(Box<NewApproval>, EventRecord)>,
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
@@ -317,12 +341,14 @@ impl Calls {
                     .await;
             }
         };
-        let requested = EventRecord::new(EventKind::Requested, call.created_ms, 0)
-            .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len())
-            .with_task_ids(&call);
+        let (approval, held) = approval.unzip();
+        let requested = requested_record(&call);
         let mut slot = self.dispatcher.try_acquire_slot(&call, &scope, &caps);
         let (call, mut records, action) = claim_new_call(call, &slot, &self.core.node, requested);
+        records.extend(held);
+        if let Some(siblings) = &membership.siblings {
+            siblings.lock().push(call.id.clone());
+        }
         let mut call = Arc::new(call);
         // With an idempotency key the call may have been made before. Nothing starts until the
         // store has answered that.
@@ -349,6 +375,7 @@ impl Calls {
             records,
             key,
             undelivered: undelivered.clone(),
+            approval,
             group_member: membership.group_member,
         };
         let mut creating = self.core.store.create_call(new);
@@ -495,7 +522,7 @@ impl Calls {
         // The observer needs the state before the attempt, which costs a copy.
         let before = self.dispatcher.is_sampled(&call).then(|| call.clone());
         match self.dispatcher.apply_speculation(Arc::unwrap_or_clone(call), done) {
-            Ok(Transition { call, records: more, actions }) => {
+            Ok(Transition { call, records: more, actions, .. }) => {
                 let over = before.as_ref();
                 let over = over
                     .and_then(|before| self.dispatcher.detect_attempt_end(before, &call, &more));
@@ -549,6 +576,19 @@ impl Calls {
         if let Some(source) = self.dispatcher.sources.get(&call.target.executor) {
             source.cancel(&call.id, call.attempt);
         }
+    }
+}
+
+/// Returns the first record of a call's history.
+fn requested_record(call: &Call) -> EventRecord {
+    let record = EventRecord::new(EventKind::Requested, call.created_ms, 0)
+        .with("tool", call.tool_name.as_str())
+        .with("args_bytes", call.target.args.text().len())
+        .with_task_ids(call);
+    let standing = call.approval.as_ref().and_then(|approval| approval.standing_id.as_deref());
+    match standing {
+        Some(id) => record.with("standing_approval_id", id),
+        None => record,
     }
 }
 

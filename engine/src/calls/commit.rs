@@ -4,6 +4,8 @@
 //! Two events on one call are decided one after the other, each on the state that the other left.
 //! If another process commits first, the stored state is loaded and the event decided again.
 
+pub(crate) mod approval_index;
+pub(crate) mod together;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -73,16 +75,8 @@ impl Dispatcher {
         id: &CallId,
         event: Event,
     ) -> Result<AdvanceOutcome, Error> {
-        let entry = match self.open_calls.get(id) {
-            Some(entry) => entry,
-            None => match self.core.store.call(project, id).await.map_err(from_store_error)? {
-                Some(call) => {
-                    let wall_offset_ms = self.core.clock.wall_offset_ms();
-                    OpenCall::from_store(Arc::new(call), None, wall_offset_ms)
-                }
-                None => return Err(call_not_found(id)),
-            },
-        };
+        let found = self.find_open_or_stored(project, id).await?;
+        let entry = found.ok_or_else(|| call_not_found(id))?;
         let _one_at_a_time = entry.decision_lock.lock().await;
         loop {
             let wall_offset_ms = self.core.clock.wall_offset_ms();
@@ -94,8 +88,15 @@ impl Dispatcher {
             };
             let after = Arc::new(step.call);
             let attempt = self.detect_attempt_end(&before, &after, &step.records);
-            let saved = self.core.store.save_call(after.clone(), step.records).await;
-            if saved.map_err(from_store_error)? == SaveResult::Conflict {
+            let changes = step.approval_changes;
+            let saved = match changes.is_empty() {
+                true => {
+                    let saved = self.core.store.save_call(after.clone(), step.records).await;
+                    saved.map_err(from_store_error)?
+                }
+                false => self.save_with_approvals(&after, step.records, changes.clone()).await?,
+            };
+            if saved == SaveResult::Conflict {
                 let stored = self.core.store.call(project, id).await.map_err(from_store_error)?;
                 let stored = Arc::new(stored.ok_or_else(|| call_not_found(id))?);
                 entry.set_committed(stored, entry.wall_offset_ms());
@@ -104,6 +105,7 @@ impl Dispatcher {
             entry.set_committed(after.clone(), wall_offset_ms);
             self.open_calls.apply_transition(&before, &after, wall_offset_ms);
             self.release_attempt(&entry, &before, &after, &step.actions);
+            self.follow_approval(&before, &after, &changes);
             let commit = Commit::new(&after, CommitKind::Advanced, Some(&before), attempt, now_ms);
             self.after_commit(commit, Some((&entry, &step.actions))).await;
             return Ok(AdvanceOutcome::Committed(after));

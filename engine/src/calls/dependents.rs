@@ -10,8 +10,10 @@ use parking_lot::Mutex;
 
 use crate::calls::Dispatcher;
 use crate::calls::limiter::{ConcurrencyCaps, Slot, SlotScope};
-use crate::domain::call::{Call, Hold};
+use crate::domain::call::{Call, CallMetrics, Hold, Outcome, Status};
+use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
+use crate::engine_metrics;
 use crate::lifecycle::Event;
 
 /// Delay before another read of an unavailable store.
@@ -55,6 +57,12 @@ impl Dispatcher {
     ) {
         match call.hold {
             Some(Hold::Predecessor { .. }) => self.register_dependent(call),
+            // A decision queues it.
+            Some(Hold::Approval { .. }) => {
+                self.approval_index.update_waiting(call);
+                engine_metrics::count_approval_request();
+                self.approval_requested.notify_waiters();
+            }
             Some(Hold::Queue | Hold::Retry { .. } | Hold::Unacknowledged | Hold::Input { .. })
             | None => {
                 self.limiter.enqueue(call.id.clone(), scope, caps);
@@ -64,7 +72,7 @@ impl Dispatcher {
 
     /// Ensures that this call is queued once its predecessor has ended.
     pub(crate) fn register_dependent(self: &Arc<Self>, call: &Arc<Call>) {
-        let Some(before) = call.origin.predecessor.clone() else { return };
+        let Some(before) = call.awaited_call().cloned() else { return };
         // The order matters: register first, then check. The task that ends the predecessor
         // releases its dependents after the end, so no end is missed.
         self.dependents
@@ -85,20 +93,54 @@ impl Dispatcher {
     pub(crate) fn release_dependents(self: &Arc<Self>, project: &str, ended: &CallId) {
         for id in self.dependents.by_predecessor.lock().remove(ended).unwrap_or_default() {
             let (dispatcher, project) = (self.clone(), project.to_owned());
+            let ended = ended.clone();
             self.core.tasks.spawn(async move {
-                dispatcher.advance_with_retry(&project, &id, Event::PredecessorEnded).await;
+                dispatcher.continue_dependent(&project, &id, &ended).await;
             });
         }
     }
 
-    /// Returns true if a call has ended or no longer exists.
+    /// Continues a call whose predecessor has ended or waits for an approval. A replaced call ends
+    /// with the outcome of its replacement.
+    async fn continue_dependent(self: &Arc<Self>, project: &str, id: &CallId, before: &CallId) {
+        let Some(entry) = self.open_calls.get(id) else { return };
+        if entry.call().replaced_by() != Some(before) {
+            return self.advance_with_retry(project, id, Event::PredecessorEnded).await;
+        }
+        let event = match self.find_replacement(project, before).await {
+            Some(call) if !call.status.is_terminal() => {
+                // It waits for an approval of its fallback: this call waits for its end.
+                let mut dependents = self.dependents.by_predecessor.lock();
+                return dependents.entry(before.clone()).or_default().push(id.clone());
+            }
+            found => replacement_event(found.as_deref()),
+        };
+        self.advance_with_retry(project, id, event).await;
+    }
+
+    /// Returns a call, or `None` if it no longer exists. Waits for an unavailable store.
+    async fn find_replacement(&self, project: &str, id: &CallId) -> Option<Arc<Call>> {
+        loop {
+            match self.find_open_or_stored(project, id).await {
+                Ok(found) => return found.map(|entry| entry.call()),
+                Err(error) => tracing::warn!(call = %id, %error, "call not read; will retry"),
+            }
+            tokio::select! {
+                () = tokio::time::sleep(STORE_RETRY_DELAY) => {}
+                () = self.core.shutdown.cancelled() => return None,
+            }
+        }
+    }
+
+    /// Returns true if a call has ended, waits for an approval, or no longer exists.
     async fn has_ended(&self, project: &str, id: &CallId) -> bool {
+        let is_over = |call: &Call| call.status.is_terminal() || call.waits_for_approval();
         loop {
             if let Some(entry) = self.open_calls.get(id) {
-                return entry.call().status.is_terminal();
+                return is_over(&entry.call());
             }
             match self.core.store.call(project, id).await {
-                Ok(found) => return found.is_none_or(|call| call.status.is_terminal()),
+                Ok(found) => return found.is_none_or(|call| is_over(&call)),
                 Err(error) => tracing::warn!(call = %id, %error, "call not read; will retry"),
             }
             tokio::select! {
@@ -107,4 +149,16 @@ impl Dispatcher {
             }
         }
     }
+}
+
+/// Returns the event that ends a replaced call with the outcome of its replacement.
+fn replacement_event(replacement: Option<&Call>) -> Event {
+    let outcome = replacement.and_then(|call| Some((call.status, call.outcome.clone()?)));
+    let (status, outcome) = outcome.unwrap_or_else(|| {
+        let message = "the call that replaced this one is no longer stored";
+        let fault = Fault::new(Code::OutcomeUnknown, message);
+        let (ok, partial, data, metrics) = (false, false, None, CallMetrics::default());
+        (Status::Failed, Outcome { ok, partial, data, error: Some(fault), metrics })
+    });
+    Event::ReplacementEnded { status, outcome: Box::new(outcome) }
 }

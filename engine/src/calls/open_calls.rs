@@ -344,8 +344,9 @@ impl OpenCalls {
     }
 
     /// Returns the number of open calls by state.
-    pub(crate) fn count_by_state(&self) -> [(&'static str, usize); 6] {
-        let mut counts = ["running", "queue", "parked", "retry", "input", "after"].map(|s| (s, 0));
+    pub(crate) fn count_by_state(&self) -> [(&'static str, usize); 7] {
+        let states = ["running", "queue", "parked", "retry", "input", "after", "approval"];
+        let mut counts = states.map(|state| (state, 0));
         let state = self.state.lock();
         for entry in state.calls.values() {
             let doing = entry.call().hold.map_or("running", Hold::as_str);

@@ -59,6 +59,7 @@ impl Calls {
             self.dispatcher.limiter.force_acquire(self.dispatcher.resolve_slot_scope(&call).0)
         });
         let entry = OpenCall::from_store(call, slot, self.core.clock.wall_offset_ms());
+        self.dispatcher.approval_index.update_waiting(&entry.call());
         self.dispatcher.open_calls.adopt(entry.clone()).then_some(entry)
     }
 
@@ -66,7 +67,7 @@ impl Calls {
         let found = entry.call();
         // The rules and switches may have changed while no process was running.
         if !self.dispatcher.end_if_switched_off(&entry).await
-            && !self.dispatcher.end_if_denied(&found).await
+            && !self.dispatcher.stop_if_not_allowed(&found).await
         {
             let lost = Event::OwnerLost { node: self.core.node.clone() };
             self.dispatcher.advance_with_retry(&found.project, &found.id, lost).await;

@@ -103,6 +103,10 @@ impl Calls {
         }
         let call = self.find_controllable_call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
+        if let Some(replacement) = call.replaced_by().filter(|_| !call.status.is_terminal()) {
+            // It executes this call; if it has ended by itself, this call has its outcome.
+            self.dispatcher.apply_event(caller, replacement, event.clone()).await?;
+        }
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 
@@ -416,6 +420,7 @@ fn describe_state(call: &Call) -> &'static str {
         Some(Hold::Unacknowledged) => "waits for an executor to take it",
         Some(Hold::Input { .. }) => "waits for answers",
         Some(Hold::Predecessor { .. }) => "waits for the call before it",
+        Some(Hold::Approval { .. }) => "waits for an approval",
         None if call.status.is_terminal() => "has ended",
         None => "is running",
     }

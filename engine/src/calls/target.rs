@@ -1,6 +1,7 @@
 //! Routes a call: resolves its tool and fallbacks, its client, and the concurrency limits that
-//! apply; ends it if the access rules no longer allow its tool.
+//! apply; stops it if the access rules no longer allow its tool.
 
+mod access_check;
 use std::borrow::Cow;
 use std::sync::{Arc, Weak};
 
@@ -12,7 +13,7 @@ use crate::calls::open_calls::OpenCall;
 use crate::calls::request::{ExecutedArguments, fit_applied_arguments, fit_to_schema};
 use crate::clients::queue::{DeliveryLimiter, DeliveryPermit};
 use crate::domain::access_rules::{AccessDecision, RuleAction};
-use crate::domain::call::{Call, Status, Target};
+use crate::domain::call::{Call, Target};
 use crate::domain::caller::Caller;
 use crate::domain::directory::usage_limits::{LimitKind, LimitMember, UsageLimitSet, stricter};
 use crate::domain::fault::{Code, Error, Fault};
@@ -37,6 +38,7 @@ impl Dispatcher {
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in alternates {
+            // A fallback that needs an approval waits for it when its turn comes.
             let allowed = catalog.may_call(caller, &alternate.tool);
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
@@ -247,34 +249,6 @@ fn can_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Opt
 }
 
 impl Dispatcher {
-    /// Ends a call that has not started to run if the rules no longer allow its caller to call its
-    /// tool. Returns true if they do not.
-    pub(crate) async fn end_if_denied(self: &Arc<Self>, call: &Call) -> bool {
-        let caller = call.caller();
-        let is_checked = !caller.is_exempt_from_rules()
-            && call.status == Status::Pending
-            && call.target.executor != Executor::CALLER;
-        if !is_checked {
-            return false;
-        }
-        let catalog = self.registry.catalog();
-        // The target is another tool if the call has fallen back to one.
-        let is_fallback = call.tool_name != call.target.tool;
-        let requested = is_fallback.then_some((&call.tool_name, &call.args));
-        let checked = requested.into_iter().chain([(&call.target.tool, &call.target.args)]);
-        let denied = checked.into_iter().find_map(|(tool, args)| {
-            let (args, run_id) = (Some(args), Some(call.run_id.as_str()));
-            let request = AccessRequest { args, run_id, ..AccessRequest::named(tool) };
-            let decision = catalog.authorize(&caller, RuleAction::Invoke, &request);
-            (!decision.is_allowed()).then_some((tool, decision))
-        });
-        let Some((tool, decision)) = denied else { return false };
-        let fault = self.denial_fault(&caller, tool, decision).await;
-        let event = Event::PermissionRevoked { fault };
-        self.advance_with_retry(&call.project, &call.id, event).await;
-        true
-    }
-
     /// Ends a call that a kill switch covers, also while it runs. Returns true if one does.
     pub(crate) async fn end_if_switched_off(self: &Arc<Self>, entry: &OpenCall) -> bool {
         let catalog = self.registry.catalog();
@@ -294,7 +268,12 @@ impl Dispatcher {
     }
 
     /// Audits the denial and returns it as the outcome of the call.
-    async fn denial_fault(&self, caller: &Caller, tool: &str, decision: AccessDecision) -> Fault {
+    pub(super) async fn denial_fault(
+        &self,
+        caller: &Caller,
+        tool: &str,
+        decision: AccessDecision,
+    ) -> Fault {
         match self.registry.enforce_decision(caller, tool, decision).await {
             Err(Error::Refused { fault, .. }) if fault.code == Code::PermissionDenied => fault,
             result => {

@@ -3,10 +3,12 @@
 //! A call has attempts and ends exactly once. Only [`crate::lifecycle`] decides which status
 //! follows which.
 
+pub mod approval;
 pub mod elicitation;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use approval::CallApproval;
 use elicitation::Elicitation;
 use serde::{Deserialize, Serialize};
 
@@ -95,6 +97,15 @@ pub enum Hold {
         /// Time to finish after the predecessor has ended, in milliseconds.
         timeout_ms: u64,
     },
+    /// Waits for a person's decision ([`Call::approval`]), until [`Call::deadline_ms`]; then has
+    /// `remaining_ms` to finish.
+    Approval {
+        /// Time of the call that was left when it began to wait, in milliseconds.
+        remaining_ms: u64,
+        /// Time at which the approval expires, in Unix milliseconds. It does not follow a change of
+        /// the system time: no change extends it.
+        expires_ms: u64,
+    },
 }
 
 impl Hold {
@@ -106,6 +117,7 @@ impl Hold {
             Self::Unacknowledged => "parked",
             Self::Input { .. } => "input",
             Self::Predecessor { .. } => "after",
+            Self::Approval { .. } => "approval",
         }
     }
 }
@@ -156,6 +168,8 @@ pub struct Origin {
     pub callback_url: Option<String>,
     /// The call that has to end before this one is queued.
     pub predecessor: Option<CallId>,
+    /// The call that this one replaces: a person approved it with other arguments.
+    pub replaces: Option<CallId>,
 }
 
 impl Origin {
@@ -210,6 +224,8 @@ pub struct Call {
     pub acknowledged_by: Option<String>,
     /// The tool's elicitation: its questions and the answers so far.
     pub elicitation: Option<Box<Elicitation>>,
+    /// The approval that the call waits for, or that released it.
+    pub approval: Option<Box<CallApproval>>,
     /// The last attempt whose reported failure led to another attempt.
     pub failed_attempt: Option<Box<FailedAttempt>>,
     /// The process that executes the attempt or handed it to a remote executor.

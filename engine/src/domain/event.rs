@@ -26,6 +26,10 @@ pub enum EventKind {
     InputRequired,
     /// Answers to the tool's questions were accepted.
     InputProvided,
+    /// The call waits for a person's approval.
+    ApprovalRequested,
+    /// An approval was decided, or ended without a decision.
+    ApprovalDecided,
     /// A process took over the call because the previous owner was gone.
     Recovered,
     /// The call succeeded.
@@ -42,7 +46,7 @@ pub enum EventKind {
 
 impl EventKind {
     /// Every kind.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::Requested,
         Self::Started,
         Self::Acknowledged,
@@ -51,6 +55,8 @@ impl EventKind {
         Self::Fallback,
         Self::InputRequired,
         Self::InputProvided,
+        Self::ApprovalRequested,
+        Self::ApprovalDecided,
         Self::Recovered,
         Self::Finished,
         Self::Failed,
@@ -70,6 +76,8 @@ impl EventKind {
             Self::Fallback => "tool.call.fallback",
             Self::InputRequired => "tool.call.asked",
             Self::InputProvided => "tool.call.answered",
+            Self::ApprovalRequested => "approval.requested",
+            Self::ApprovalDecided => "approval.decided",
             Self::Recovered => "tool.call.recovered",
             Self::Finished => "tool.call.finished",
             Self::Failed => "tool.call.failed",

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::Engine;
+use crate::approvals::Approvals;
 use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
@@ -19,7 +20,7 @@ use crate::domain::run::options::ModelRequestPolicy;
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
-use crate::ports::core::{Core, EngineLimits, ExecutionPolicies};
+use crate::ports::core::{ApprovalSettings, Core, EngineLimits, ExecutionPolicies};
 use crate::ports::fn_tool::{BuiltinSource, Tool};
 use crate::ports::model::{ModelResolver, NoModels};
 use crate::ports::observer::Observer;
@@ -46,6 +47,7 @@ pub struct EngineBuilder {
     sources: Vec<Arc<dyn Source>>,
     limits: EngineLimits,
     policies: ExecutionPolicies,
+    approval_settings: ApprovalSettings,
     retention_ms: Option<u64>,
     audit_retention_ms: Option<u64>,
     publishes_outbox: bool,
@@ -149,6 +151,12 @@ impl EngineBuilder {
         self
     }
 
+    /// Replaces the default settings of approvals.
+    pub fn approval_settings(mut self, settings: ApprovalSettings) -> Self {
+        self.approval_settings = settings;
+        self
+    }
+
     /// Sets the sender of webhooks. Without one, the engine refuses requests with a callback URL.
     pub fn webhook_sender(
         mut self,
@@ -198,6 +206,7 @@ impl EngineBuilder {
         // Before the first request, which may repeat one that an earlier process received.
         engine.calls.rejoin.load().await?;
         engine.calls.restore_rates().await?;
+        engine.approvals.load().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
         spawn_reconcilers(&engine, retention_ms);
         if let Some(retention_ms) = audit_retention_ms {
@@ -229,6 +238,7 @@ impl EngineBuilder {
             id_generator,
             limits: self.limits,
             policies: self.policies,
+            approval_settings: self.approval_settings,
             draining: AtomicBool::new(false),
             shutdown: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -249,13 +259,7 @@ impl EngineBuilder {
         });
         let dispatcher =
             Dispatcher::new(core.clone(), registry.clone(), client_queue.clone(), sources);
-        let dispatcher = Arc::new(dispatcher);
-        let calls = Arc::new(Calls {
-            core: core.clone(),
-            registry: registry.clone(),
-            dispatcher: dispatcher.clone(),
-            rejoin: Arc::new(Rejoin::new(core.clone())),
-        });
+        let (dispatcher, calls, approvals) = build_calls(Arc::new(dispatcher));
         let utp = Arc::new(Utp {
             core: core.clone(),
             registry: registry.clone(),
@@ -287,8 +291,22 @@ impl EngineBuilder {
         let _ = runs_handle.set(Arc::downgrade(&runs));
         registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
-        Ok(Engine { core, registry, admin, clients, calls, utp, webhooks, runs })
+        Ok(Engine { core, registry, admin, clients, calls, approvals, utp, webhooks, runs })
     }
+}
+
+/// Builds the parts that accept calls and decide about those that wait.
+fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc<Approvals>) {
+    let (core, registry) = (dispatcher.core.clone(), dispatcher.registry.clone());
+    let calls = Arc::new(Calls {
+        core: core.clone(),
+        registry: registry.clone(),
+        dispatcher: dispatcher.clone(),
+        rejoin: Arc::new(Rejoin::new(core.clone())),
+    });
+    let approvals =
+        Approvals { core, registry, dispatcher: dispatcher.clone(), calls: calls.clone() };
+    (dispatcher, calls, Arc::new(approvals))
 }
 
 /// Collects the engine's own sources and the given ones by executor; a given source replaces one of
@@ -334,6 +352,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));
     if engine.core.webhook_sender.is_some() {
+        tasks.spawn(crate::approvals::webhook::run(engine.approvals.clone()));
         tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
     }
     if let Some(retention_ms) = retention_ms {

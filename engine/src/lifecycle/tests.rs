@@ -5,6 +5,8 @@
 //! each row of the table has one cell per state. The table holds for every executor. Other rules
 //! (retries, fallbacks, duplicates, messages) follow it.
 
+mod approvals;
+mod reports;
 mod stops;
 mod time_limits;
 use super::*;
@@ -42,6 +44,8 @@ listed_enum! {
         Unacknowledged,
         Input,
         Predecessor,
+        Replaced,
+        Approval,
         Running,
         Succeeded,
         Failed,
@@ -80,6 +84,13 @@ listed_enum! {
         UnknownAnswers,
         PredecessorEnded,
         PredecessorExtended,
+        ApprovalRequired,
+        Approved,
+        Rejected,
+        ApprovedOther,
+        Replaced,
+        Waived,
+        ReplacementEnded,
         Cancel,
         Abort,
         PermissionRevoked,
@@ -96,7 +107,8 @@ fn states_of(status: Status, hold: Option<Hold>) -> &'static [State] {
             Hold::Retry { .. } => &[State::RetryDue, State::RetryLater],
             Hold::Unacknowledged => &[State::Unacknowledged],
             Hold::Input { .. } => &[State::Input],
-            Hold::Predecessor { .. } => &[State::Predecessor],
+            Hold::Predecessor { .. } => &[State::Predecessor, State::Replaced],
+            Hold::Approval { .. } => &[State::Approval],
         },
         (Status::Running, None) => &[State::Running],
         (Status::Succeeded, None) => &[State::Succeeded],
@@ -137,6 +149,14 @@ fn cases_of(event: &Event) -> &'static [Case] {
         },
         Event::PredecessorEnded => &[Case::PredecessorEnded],
         Event::PredecessorExtended { .. } => &[Case::PredecessorExtended],
+        Event::ApprovalRequired { .. } => &[Case::ApprovalRequired],
+        Event::ApprovalDecided { verdict, .. } => match verdict {
+            ApprovalVerdict::Approve => &[Case::Approved, Case::ApprovedOther],
+            ApprovalVerdict::Reject => &[Case::Rejected],
+            ApprovalVerdict::Replace { .. } => &[Case::Replaced],
+        },
+        Event::ApprovalWaived { .. } => &[Case::Waived],
+        Event::ReplacementEnded { .. } => &[Case::ReplacementEnded],
         Event::Deadline => &[Case::DeadlineEarly, Case::DeadlineDue],
         Event::AttemptDeadline { .. } => &[
             Case::AttemptDeadlineEarly,
@@ -180,6 +200,7 @@ fn queued_call(executor: Executor, effect: Effect) -> Call {
         target_attempts: 0,
         acknowledged_by: None,
         elicitation: None,
+        approval: None,
         failed_attempt: None,
         node: None,
         created_ms: CREATED,
@@ -246,6 +267,8 @@ fn call_in(executor: Executor, state: State) -> Call {
         State::Unacknowledged => second(Status::Pending, Some(Hold::Unacknowledged)),
         State::Input => after(Case::InputRequired),
         State::Predecessor => Call { hold: Some(Hold::Predecessor { timeout_ms: 40 }), ..queued },
+        State::Approval => approvals::waiting_call(queued),
+        State::Replaced => approvals::replaced_call(queued),
         State::Running => Call {
             started_ms: Some(NOW),
             acknowledged_by: Some("c1".into()),
@@ -301,6 +324,15 @@ fn event_of(case: Case) -> (Event, u64) {
         Case::UnknownAnswers => answers(&["nobody asked"]),
         Case::PredecessorEnded => Event::PredecessorEnded,
         Case::PredecessorExtended => Event::PredecessorExtended { deadline_ms: DEADLINE },
+        Case::ApprovalRequired => approvals::required("apr_2"),
+        Case::Approved => approvals::decided("apr_1", ApprovalVerdict::Approve),
+        Case::ApprovedOther => approvals::decided("apr_0", ApprovalVerdict::Approve),
+        Case::Rejected => approvals::decided("apr_1", ApprovalVerdict::Reject),
+        Case::Replaced => {
+            approvals::decided("apr_1", ApprovalVerdict::Replace { deadline_ms: DEADLINE })
+        }
+        Case::Waived => Event::ApprovalWaived { approval_id: "apr_1".into() },
+        Case::ReplacementEnded => approvals::replacement_ended(),
         Case::Cancel => Event::Cancel { by: "a".into(), reason: None },
         Case::Abort => Event::Abort { fault: Fault::new(Code::Conflict, "not stored") },
         Case::PermissionRevoked => {
@@ -373,6 +405,7 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
     const UNACK: Expect = To(Status::Pending, Some("parked"));
     const INPUT: Expect = To(Status::Pending, Some("input"));
     const AFTER: Expect = To(Status::Pending, Some("after"));
+    const ASKS: Expect = To(Status::Pending, Some("approval"));
     const RUN: Expect = To(Status::Running, None);
     const OK: Expect = To(Status::Succeeded, None);
     const FAIL: Expect = To(Status::Failed, None);
@@ -383,63 +416,95 @@ fn expected_row(case: Case) -> [Expect; State::ALL.len()] {
     const WRONG: Expect = Expect::WrongAttempt;
     const NO: Expect = Expect::NotApplicable;
     match case {
-        //   Queue  Retry  Retry  Unack- Input  Prede- Run-   Suc-   Failed Time-  Canceled
-        //          due    later  nowl.         cessor ning   ceeded        out
+    //   Queue  Retry  Retry  Unack- Input  Prede- Repla- Appro- Run-   Suc-   Failed Time-  Can-
+    //          due    later  nowl.         cessor ced    val    ning   ceeded        out    celed
         Case::Claim =>
-            [UNACK, UNACK, NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
+        [UNACK, UNACK, NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::Acknowledged =>
-            [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, DUP,   ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, WRONG, WRONG, DUP,   ENDED, ENDED, ENDED, ENDED],
         Case::AcknowledgedByOther =>
-            [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, RUN,   WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
         Case::AcknowledgedOldAttempt | Case::RemoteOldAttempt | Case::DetachedOldAttempt
         | Case::InputRequiredOldAttempt =>
-            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, ENDED, ENDED, ENDED, ENDED],
         Case::ReportedSuccess =>
-            [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    DUP,   ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, WRONG, WRONG, OK,    DUP,   ENDED, ENDED, ENDED],
         Case::ReportedOtherSuccess =>
-            [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, WRONG, WRONG, OK,    ENDED, ENDED, ENDED, ENDED],
         Case::ReportedOldAttempt =>
-            [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, DUP,   ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, WRONG, DUP,   ENDED, ENDED, ENDED],
         Case::ReportedFailure =>
-            [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, FAIL,  ENDED, DUP,   ENDED, ENDED],
+        [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, WRONG, WRONG, FAIL,  ENDED, DUP,   ENDED, ENDED],
         Case::RemotePartial =>
-            [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, OK,    ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, OK,    WRONG, WRONG, WRONG, WRONG, OK,    ENDED, ENDED, ENDED, ENDED],
         Case::RemoteTimedOut =>
-            [WRONG, WRONG, WRONG, TIME,  WRONG, WRONG, TIME,  ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, TIME,  WRONG, WRONG, WRONG, WRONG, TIME,  ENDED, ENDED, ENDED, ENDED],
         Case::RemoteCanceled =>
-            [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, FAIL,  ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, FAIL,  WRONG, WRONG, WRONG, WRONG, FAIL,  ENDED, ENDED, ENDED, ENDED],
         Case::Detached =>
-            [WRONG, WRONG, WRONG, UNACK, WRONG, WRONG, RUN,   ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, UNACK, WRONG, WRONG, WRONG, WRONG, RUN,   ENDED, ENDED, ENDED, ENDED],
         Case::DeadlineEarly | Case::AttemptDeadlineEarly | Case::AttemptDeadlineOldAttempt =>
-            [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
+        [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::DeadlineDue =>
-            [TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  NO,    NO,    NO,    NO],
+        [TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  TIME,  FAIL,  TIME,  NO,    NO,    NO,    NO],
         Case::AttemptDeadlineDue =>
-            [NO,    NO,    NO,    RETRY, NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
+        [NO,    NO,    NO,    RETRY, NO,    NO,    NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
         Case::AttemptDeadlineAbsent =>
-            [NO,    NO,    NO,    UNACK, NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
+        [NO,    NO,    NO,    UNACK, NO,    NO,    NO,    NO,    FAIL,  NO,    NO,    NO,    NO],
         Case::InputRequired =>
-            [WRONG, WRONG, WRONG, INPUT, WRONG, WRONG, INPUT, ENDED, ENDED, ENDED, ENDED],
+        [WRONG, WRONG, WRONG, INPUT, WRONG, WRONG, WRONG, WRONG, INPUT, ENDED, ENDED, ENDED, ENDED],
         Case::AllAnswers =>
-            [NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        [NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    ENDED, ENDED, ENDED, ENDED],
         Case::SomeAnswers =>
-            [NO,    NO,    NO,    NO,    INPUT, NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        [NO,    NO,    NO,    NO,    INPUT, NO,    NO,    NO,    NO,    ENDED, ENDED, ENDED, ENDED],
         Case::UnknownAnswers =>
-            [NO,    NO,    NO,    NO,    DUP,   NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        [NO,    NO,    NO,    NO,    DUP,   NO,    NO,    NO,    NO,    ENDED, ENDED, ENDED, ENDED],
         Case::PredecessorEnded =>
-            [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO],
+        [NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::PredecessorExtended =>
-            [NO,    NO,    NO,    NO,    NO,    AFTER, NO,    NO,    NO,    NO,    NO],
+        [NO,    NO,    NO,    NO,    NO,    AFTER, NO,    NO,    NO,    NO,    NO,    NO,    NO],
         Case::Cancel =>
-            [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
+        [STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  STOP,  ENDED, ENDED, ENDED, DUP],
         Case::Abort =>
-            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
+        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  ENDED, ENDED, ENDED, ENDED],
         Case::PermissionRevoked =>
-            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
+        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO,    NO],
         Case::SwitchedOff =>
-            [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO],
+        [FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  FAIL,  NO,    NO,    NO,    NO],
         Case::OwnerLost =>
-            [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, RUN,   NO,    NO,    NO,    NO],
+        [QUEUE, RETRY, RETRY, UNACK, INPUT, AFTER, AFTER, ASKS,  RUN,   NO,    NO,    NO,    NO],
+        Case::ApprovalRequired | Case::Approved | Case::Waived | Case::ApprovedOther
+        | Case::Rejected | Case::Replaced | Case::ReplacementEnded => approval_row(case),
+    }
+}
+
+/// Returns a row of the table for an event of approvals.
+#[rustfmt::skip]
+fn approval_row(case: Case) -> [Expect; State::ALL.len()] {
+    use Expect::To;
+    const QUEUE: Expect = To(Status::Pending, Some("queue"));
+    const AFTER: Expect = To(Status::Pending, Some("after"));
+    const ASKS: Expect = To(Status::Pending, Some("approval"));
+    const OK: Expect = To(Status::Succeeded, None);
+    const FAIL: Expect = To(Status::Failed, None);
+    const ENDED: Expect = Expect::AlreadyEnded;
+    const NO: Expect = Expect::NotApplicable;
+    match case {
+        Case::ApprovalRequired =>
+        [ASKS,  ASKS,  ASKS,  NO,    NO,    NO,    NO,    ASKS,  NO,    NO,    NO,    NO,    NO],
+        Case::Approved =>
+        [NO,    NO,    NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::Waived =>
+        [NO,    NO,    NO,    NO,    NO,    NO,    NO,    QUEUE, NO,    NO,    NO,    NO,    NO],
+        Case::ApprovedOther =>
+        [NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::Rejected =>
+        [NO,    NO,    NO,    NO,    NO,    NO,    NO,    FAIL,  NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::Replaced =>
+        [NO,    NO,    NO,    NO,    NO,    NO,    NO,    AFTER, NO,    ENDED, ENDED, ENDED, ENDED],
+        Case::ReplacementEnded =>
+        [NO,    NO,    NO,    NO,    NO,    NO,    OK,    NO,    NO,    NO,    NO,    NO,    NO],
+        _ => unreachable!("{case:?} is no event of approvals"),
     }
 }
 
@@ -665,105 +730,4 @@ fn timeout_messages_say_whether_it_may_have_happened() {
     assert!(message(&running_call(Effect::Read)).contains("calling again is safe"));
     assert!(message(&call_in(Executor::CLIENT, State::Unacknowledged)).contains("connected?"));
     assert!(message(&call_in(Executor::CLIENT, State::Queue)).contains("no place was free"));
-}
-
-#[test]
-fn a_repeated_remote_outcome_is_a_duplicate() {
-    let outcomes = [
-        RemoteOutcome::Partial(result()),
-        RemoteOutcome::TimedOut(Fault::new(Code::Timeout, "slow")),
-        RemoteOutcome::Canceled(Fault::new(Code::Canceled, "no")),
-    ];
-    for outcome in outcomes {
-        let event = Event::RemoteOutcome { attempt: 2, by: "c1".into(), outcome: outcome.clone() };
-        let ended = step(&call_in(Executor::CLIENT, State::Running), &event, NOW).unwrap().call;
-        let is_partial = ended.outcome.as_ref().unwrap().partial;
-        assert_eq!(is_partial, matches!(outcome, RemoteOutcome::Partial(_)));
-        assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Duplicate), "{outcome:?}");
-    }
-}
-
-/// A caller-executed call is running as soon as it is recorded, and Toolcrib never runs it.
-#[test]
-fn a_caller_executed_call_runs_at_once_and_only_once() {
-    let own = Call { max_retries: 0, ..queued_call(Executor::CALLER, Effect::Irreversible) };
-    let claimed = step(&own, &claim_by("n1"), NOW).unwrap();
-    assert_eq!((claimed.call.status, claimed.call.hold), (Status::Running, None));
-    assert_eq!(claimed.records[0].kind, EventKind::Started);
-    let lost = step(&claimed.call, &Event::OwnerLost { node: "n2".into() }, NOW).unwrap();
-    assert_eq!((lost.call.status, lost.call.attempt), (Status::Running, 1), "it is the caller's");
-    let harmless = failure_report(None, Fault::unreachable("refused"));
-    let failed = step(&lost.call, &harmless, NOW).unwrap().call;
-    assert_eq!((failed.status, failed.attempt), (Status::Failed, 1));
-    let late = step(&claimed.call, &Event::Deadline, DEADLINE).unwrap().call;
-    assert_eq!(late.status, Status::Timeout);
-    assert!(late.outcome.unwrap().error.unwrap().message.contains("may have taken effect"));
-}
-
-#[test]
-fn a_repeated_report_of_a_retried_failure_is_a_duplicate() {
-    let fault = || Fault::runtime("no paper").retryable(true);
-    let waits =
-        step(&running_call(Effect::Read), &failure_report(Some(1), fault()), NOW).unwrap().call;
-    assert!(matches!(waits.hold, Some(Hold::Retry { .. })), "{:?}", waits.hold);
-    for attempt in [None, Some(1)] {
-        let again = step(&waits, &failure_report(attempt, fault()), NOW + 1);
-        assert_eq!(again, Err(Refusal::Duplicate), "{attempt:?}");
-    }
-    let other = step(&waits, &failure_report(Some(1), Fault::runtime("no ink")), NOW + 1);
-    assert!(matches!(other, Err(Refusal::WrongAttempt(_))), "{other:?}");
-    // A numbered duplicate is also recognized while the next attempt is in flight.
-    let next = step(&waits, &claim_by("n"), DEADLINE - 1).unwrap().call;
-    assert_eq!((next.status, next.attempt), (Status::Running, 2));
-    assert_eq!(
-        step(&next, &failure_report(Some(1), fault()), DEADLINE - 1),
-        Err(Refusal::Duplicate)
-    );
-    let late = step(&next, &failure_report(Some(1), Fault::runtime("no ink")), DEADLINE - 1);
-    assert!(matches!(late, Err(Refusal::WrongAttempt(_))), "{late:?}");
-    // Without a number the report is about the attempt in flight, which may fail in the same way.
-    let ended = step(&next, &failure_report(None, fault()), DEADLINE - 1).unwrap().call;
-    assert_eq!(ended.status, Status::Failed, "there was no time for a third");
-    // After the end the first failure is still known.
-    let ended = step(&next, &success_report(result()), DEADLINE - 1).unwrap().call;
-    assert_eq!(step(&ended, &failure_report(Some(1), fault()), DEADLINE), Err(Refusal::Duplicate));
-}
-
-#[test]
-fn a_requested_retry_delay_is_respected() {
-    let busy = |after_ms: u64| {
-        let fault = Fault::new(Code::RateLimited, "too many").without_side_effect();
-        failure_report(Some(1), fault.with_retry_after(Some(after_ms)))
-    };
-    let waits = |event: &Event| step(&running_call(Effect::Irreversible), event, NOW).unwrap().call;
-    let later = waits(&busy(700));
-    assert!(matches!(later.hold, Some(Hold::Retry { at_ms }) if at_ms == NOW + 700));
-    let sooner = waits(&busy(1));
-    assert!(matches!(sooner.hold, Some(Hold::Retry { at_ms }) if at_ms == NOW + 100), "backoff");
-    for never in [DEADLINE - NOW, u64::MAX] {
-        assert_eq!(waits(&busy(never)).status, Status::Failed, "there is no time for it");
-    }
-}
-
-#[test]
-fn another_client_acknowledges_only_after_the_lease_moved() {
-    let acknowledged = |by: &str, instead_of: Option<&str>| Event::Acknowledged {
-        attempt: 1,
-        by: by.into(),
-        instead_of: instead_of.map(str::to_owned),
-    };
-    for effect in [Effect::Read, Effect::Idempotent, Effect::Irreversible] {
-        let parked = step(&queued_call(Executor::CLIENT, effect), &claim_by("n"), NOW);
-        let first = step(&parked.unwrap().call, &acknowledged("c1", None), NOW).unwrap().call;
-        assert_eq!(step(&first, &acknowledged("c1", None), NOW), Err(Refusal::Duplicate));
-        for instead_of in [None, Some("c3")] {
-            let second = step(&first, &acknowledged("c2", instead_of), NOW);
-            assert!(matches!(second, Err(Refusal::WrongAttempt(_))), "{effect:?} {second:?}");
-        }
-        let moved = step(&first, &acknowledged("c2", Some("c1")), NOW);
-        match effect {
-            Effect::Irreversible => assert!(matches!(moved, Err(Refusal::WrongAttempt(_)))),
-            _ => assert_eq!(moved.unwrap().call.acknowledged_by.as_deref(), Some("c2")),
-        }
-    }
 }

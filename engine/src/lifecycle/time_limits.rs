@@ -1,5 +1,6 @@
 //! Time limits: the deadline of a call, the time of an attempt, the wait for a predecessor. Pure.
 
+use super::approvals::expire_approval;
 use super::{
     Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, into_transition,
     retry_or_fail, stop_actions,
@@ -137,8 +138,16 @@ pub(super) fn time_out_attempt(
 
 /// Ends a call whose deadline has passed.
 pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
-    if call.status.is_terminal() || now_ms < call.deadline_ms {
+    let approval_ms = match call.hold {
+        Some(Hold::Approval { expires_ms, .. }) => Some(expires_ms),
+        _ => None,
+    };
+    let end_ms = call.deadline_ms.min(approval_ms.unwrap_or(u64::MAX));
+    if call.status.is_terminal() || now_ms < end_ms {
         return Err(Refusal::NotApplicable);
+    }
+    if approval_ms.is_some() {
+        return Ok(expire_approval(call, now_ms));
     }
     let allowed_ms = call.deadline_ms.saturating_sub(call.created_ms);
     let message = match (call.status, call.hold, call.target.effect) {

@@ -30,8 +30,8 @@ fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64)
         let delivered_ms = delivered_ms.map(|ms| ms.saturating_add_signed(wall_offset_ms));
         return Event::AttemptDeadline { attempt: call.attempt, delivered_ms };
     }
-    // A predecessor that waits for input has more time than it had when this call was accepted.
-    let before = call.origin.predecessor.as_ref().filter(|_| call.hold.is_some());
+    // A predecessor that waits for a person has more time than it had when this call was accepted.
+    let before = call.awaited_call().filter(|_| call.hold.is_some());
     let before = before.and_then(|id| calls.dispatcher.open_calls.get(id));
     match (call.hold, before.map(|entry| entry.call().deadline_ms)) {
         (Some(Hold::Predecessor { timeout_ms }), Some(deadline_ms))
@@ -43,12 +43,28 @@ fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64)
     }
 }
 
+/// Ends the calls whose approval has expired by the time of day. The timers of calls only count, so
+/// they miss the time of a suspended machine. No change of the clock extends an approval.
+async fn expire_approvals(calls: &Arc<Calls>) -> usize {
+    let mut count = 0;
+    for id in calls.dispatcher.approval_index.waiting_calls() {
+        let Some(entry) = calls.dispatcher.open_calls.get(&id) else { continue };
+        let call = entry.call();
+        let Some(Hold::Approval { expires_ms, .. }) = call.hold else { continue };
+        if expires_ms <= calls.core.wall_ms() {
+            count += 1;
+            calls.dispatcher.advance_with_retry(&call.project, &id, Event::Deadline).await;
+        }
+    }
+    count
+}
+
 /// Follows a change of the system time, and acts on every call that is due. Returns the number of
 /// calls.
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
     calls.dispatcher.record_clock_step(calls.core.clock.wall_offset_ms()).await;
     calls.dispatcher.follow_wall_clock().await;
-    let mut count = 0;
+    let mut count = expire_approvals(calls).await;
     loop {
         let now_ms = calls.core.clock.now_ms();
         let due = calls.dispatcher.open_calls.due_calls(now_ms, MAX_DUE_PER_PASS);

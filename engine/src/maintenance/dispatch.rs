@@ -28,7 +28,7 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
             // Between the rule's change and this claim, the reconciler of revocations may not have
             // reached the call.
             if dispatcher.end_if_switched_off(&entry).await
-                || dispatcher.end_if_denied(&entry.call()).await
+                || dispatcher.stop_if_not_allowed(&entry.call()).await
             {
                 return;
             }

@@ -1,5 +1,5 @@
-//! Ends calls that the access rules no longer allow. A rule can be withdrawn while a call is queued
-//! or held; an attempt that is already running is left to finish.
+//! Checks waiting calls when the access rules change: ends those that the rules no longer allow,
+//! and holds those that need an approval now. An attempt that is already running finishes.
 
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ pub(crate) async fn run(calls: Arc<Calls>) {
     }
 }
 
-/// Runs one pass. Returns the number of calls that it ended.
+/// Runs one pass. Returns the number of calls that it ended or held.
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
     let mut count = 0;
     for entry in calls.dispatcher.open_calls.all() {
-        count += usize::from(calls.dispatcher.end_if_denied(&entry.call()).await);
+        count += usize::from(calls.dispatcher.stop_if_not_allowed(&entry.call()).await);
     }
     count
 }

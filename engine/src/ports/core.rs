@@ -13,6 +13,7 @@ use super::clock::Clock;
 use super::observer::Observer;
 use super::store::{Store, StoreError};
 use super::webhook_sender::WebhookSender;
+use crate::domain::call::approval::DEFAULT_EXPIRES_IN_MS;
 use crate::domain::directory::usage_limits::ConfiguredLimit;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
@@ -95,6 +96,31 @@ pub struct ToolOverride {
     pub risk: Option<Risk>,
 }
 
+/// Settings of approvals.
+#[derive(Debug, Clone)]
+pub struct ApprovalSettings {
+    /// Time after which an approval expires without a decision, unless its rule sets another.
+    pub expires_in_ms: u64,
+    /// URL that receives a signed webhook for each requested approval.
+    pub webhook_url: Option<String>,
+    /// URL of this server as people reach it, for links to approvals.
+    pub public_url: Option<String>,
+}
+
+impl Default for ApprovalSettings {
+    fn default() -> Self {
+        Self { expires_in_ms: DEFAULT_EXPIRES_IN_MS, webhook_url: None, public_url: None }
+    }
+}
+
+impl ApprovalSettings {
+    /// Returns the link to an approval: a URL if the server knows its own, otherwise the path.
+    pub fn link(&self, approval_id: &str) -> String {
+        let base = self.public_url.as_deref().unwrap_or_default().trim_end_matches('/');
+        format!("{base}/v1/approvals/{approval_id}")
+    }
+}
+
 /// Ports, limits and identity, shared by all parts of one engine.
 pub(crate) struct Core {
     pub(crate) store: Arc<dyn Store>,
@@ -106,6 +132,7 @@ pub(crate) struct Core {
     pub(crate) id_generator: IdGenerator,
     pub(crate) limits: EngineLimits,
     pub(crate) policies: ExecutionPolicies,
+    pub(crate) approval_settings: ApprovalSettings,
     /// Id of this process. A restart gets a new one.
     pub(crate) node: String,
     pub(crate) draining: AtomicBool,

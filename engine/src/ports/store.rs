@@ -4,6 +4,7 @@
 //! accesses policies, wakeups or sources. Every implementation passes the one test suite in the
 //! crate `toolcrib-store`.
 
+pub mod approvals;
 pub mod audit;
 pub mod credentials;
 mod memory;
@@ -53,6 +54,8 @@ pub struct NewCall {
     pub key: Option<IdempotencyKey>,
     /// The request that made the call, if a repeated request may join the call.
     pub undelivered: Option<undelivered::UndeliveredRequest>,
+    /// The approval that the call waits for.
+    pub approval: Option<Box<approvals::NewApproval>>,
     /// Set if the call is part of a group; dropped once the call is queued for writing.
     pub group_member: Option<GroupMember>,
 }
@@ -368,6 +371,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the usage that rate limits count.
     fn usage(&self) -> &dyn usage::UsageStore;
+
+    /// Returns the store of approvals.
+    fn approvals(&self) -> &dyn approvals::ApprovalStore;
 
     /// Returns the earlier versions of the access rules.
     fn rule_history(&self) -> &dyn rule_history::RuleHistoryStore;

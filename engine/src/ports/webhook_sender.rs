@@ -8,6 +8,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use crate::domain::call::Call;
+use crate::domain::call::approval::Approval;
 use crate::domain::delivery::{Delivery, DeliveryResponse, RetrySchedule};
 
 /// The content of one delivery attempt.
@@ -19,6 +20,17 @@ pub struct WebhookMessage {
     pub call: Arc<Call>,
 }
 
+/// The announcement of an approval that waits for a decision.
+#[derive(Debug, Clone)]
+pub struct ApprovalMessage {
+    /// The receiver's URL.
+    pub url: String,
+    /// The pending approval.
+    pub approval: Approval,
+    /// Link to the approval.
+    pub link: String,
+}
+
 /// Sends messages to the URLs that callers gave.
 #[async_trait]
 pub trait WebhookSender: Send + Sync + 'static {
@@ -28,6 +40,12 @@ pub trait WebhookSender: Send + Sync + 'static {
 
     /// Makes one attempt. The implementation limits its duration.
     async fn send(&self, notice: WebhookMessage) -> DeliveryResponse;
+
+    /// Makes one attempt to announce an approval. A sender that cannot do so refuses it.
+    async fn send_approval(&self, _message: ApprovalMessage) -> DeliveryResponse {
+        let result = Err("this sender announces no approvals".to_owned());
+        DeliveryResponse { result, retry_after_ms: None }
+    }
 }
 
 /// Settings of webhook delivery.

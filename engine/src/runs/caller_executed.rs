@@ -256,7 +256,7 @@ impl Runs {
         let call = self
             .calls
             .clone()
-            .commit_call(ready.call, ready.key, None, BatchMembership::default())
+            .commit_call(ready.call, ready.key, None, None, BatchMembership::default())
             .await?
             .call;
         let Some(result) = ready.result else { return Ok(call) };

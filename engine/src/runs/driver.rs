@@ -218,7 +218,7 @@ fn record_loop_event(
 
 fn settled_call_json(settled: &BatchEntryResult) -> Value {
     let call = settled.call();
-    json!({
+    let mut body = json!({
         "call_id": settled.call_id,
         "tool_call_id": call.map(|call| call.id.as_str()),
         "name": settled.name,
@@ -226,7 +226,11 @@ fn settled_call_json(settled: &BatchEntryResult) -> Value {
         "ok": settled.ok(),
         "digested": settled.is_digested,
         "error": settled.error().map(RunError::from),
-    })
+    });
+    if let Some(approval_id) = call.and_then(|call| call.pending_approval()) {
+        body["approval_id"] = approval_id.into();
+    }
+    body
 }
 
 /// A run that this task drives.

@@ -186,7 +186,7 @@ fn dependencies_point_down() {
 }
 
 /// The layers of the engine. A module uses only those before it.
-const LAYERS: [&str; 17] = [
+const LAYERS: [&str; 18] = [
     "domain",
     "project_limiter",
     "schema",
@@ -199,6 +199,7 @@ const LAYERS: [&str; 17] = [
     "registry",
     "clients",
     "calls",
+    "approvals",
     "utp",
     "webhooks",
     "runs",

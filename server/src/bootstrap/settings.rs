@@ -4,6 +4,7 @@
 use toolcrib::EngineLimits;
 use toolcrib::domain::delivery::RetrySchedule;
 use toolcrib::domain::retry::ExecutionPolicy;
+use toolcrib::ports::core::ApprovalSettings;
 use toolcrib::ports::core::{ExecutionPolicies, ToolOverride};
 use toolcrib::ports::webhook_sender::DeliverySettings;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
@@ -78,6 +79,15 @@ pub fn audit_retention_ms(config: &Config) -> Option<u64> {
 
 fn days_as_ms(days: f64) -> Option<u64> {
     (days > 0.0).then_some((days * 86_400_000.0) as u64)
+}
+
+/// Returns the settings of approvals.
+pub fn approval_settings(config: &Config) -> ApprovalSettings {
+    ApprovalSettings {
+        expires_in_ms: config.approvals.expires_in_ms,
+        webhook_url: config.approvals.webhook_url.clone(),
+        public_url: Some(config.public_url()),
+    }
 }
 
 /// Returns the retry schedule and the concurrency of webhook deliveries.

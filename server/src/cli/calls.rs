@@ -1,6 +1,7 @@
 //! `toolcrib calls`: lists calls and works on single ones.
 
 mod answer;
+pub(super) mod approvals;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};

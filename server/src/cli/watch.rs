@@ -39,7 +39,19 @@ pub async fn run(context: &CommandContext, args: WatchArgs) -> Result<(), Comman
         None => vec!["v1", "events"],
     };
     let watched = format!("watching {} (Ctrl-C to stop)", client.server());
-    EventWatcher { context, client, path, last_event_id: None, stops_at_call_end: false }
+    let (last_event_id, stops_at_call_end, only) = (None, false, None);
+    EventWatcher { context, client, path, last_event_id, stops_at_call_end, only }
+        .run(Some(&watched))
+        .await
+}
+
+/// Prints the events of approvals as they happen.
+pub async fn approval_events(context: &CommandContext) -> Result<(), CommandFailure> {
+    let client = context.client()?;
+    let watched = format!("watching approvals of {} (Ctrl-C to stop)", client.server());
+    let (last_event_id, stops_at_call_end, only) = (None, false, Some("approval."));
+    let path = vec!["v1", "events"];
+    EventWatcher { context, client, path, last_event_id, stops_at_call_end, only }
         .run(Some(&watched))
         .await
 }
@@ -48,9 +60,8 @@ pub async fn run(context: &CommandContext, args: WatchArgs) -> Result<(), Comman
 pub async fn call_events(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
     let client = context.client()?;
     let path = vec!["v1", "tool_calls", id, "events"];
-    EventWatcher { context, client, path, last_event_id: None, stops_at_call_end: true }
-        .run(None)
-        .await
+    let (last_event_id, stops_at_call_end, only) = (None, true, None);
+    EventWatcher { context, client, path, last_event_id, stops_at_call_end, only }.run(None).await
 }
 
 struct EventWatcher<'a> {
@@ -60,6 +71,8 @@ struct EventWatcher<'a> {
     last_event_id: Option<String>,
     /// True if watching stops at the end of the call.
     stops_at_call_end: bool,
+    /// Beginning of the types to print; `None` prints all.
+    only: Option<&'static str>,
 }
 
 /// The reason why reading a stream stopped.
@@ -143,6 +156,9 @@ impl EventWatcher<'_> {
     fn print_event(&self, message: &SseEvent) -> Result<(), CommandFailure> {
         let event = message.to_json();
         let output = self.context.output;
+        if self.only.is_some_and(|only| !str_member(&event, "type").starts_with(only)) {
+            return Ok(());
+        }
         if output.json {
             return output.print_json_line(&event);
         }

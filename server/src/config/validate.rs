@@ -32,6 +32,7 @@ impl Config {
         self.check_numbers()?;
         self.limits.check_usage_limits()?;
         self.webhooks.validate()?;
+        self.approvals.validate()?;
         for (setting, days) in [
             ("retention.finished_calls_days", self.retention.finished_calls_days),
             ("retention.audit_days", self.retention.audit_days),

@@ -25,6 +25,9 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_runs_total", "Runs that came to an end, by status"),
     ("toolcrib_model_requests_total", "Requests to language models, by outcome"),
     ("toolcrib_llm_tokens_total", "Tokens of language models, of input and of output"),
+    ("toolcrib_approval_requests_total", "Approvals that calls asked for"),
+    ("toolcrib_approval_decisions_total", "Approvals that ended, by decision"),
+    ("toolcrib_approval_webhooks_total", "Tries to announce an approval, by result"),
     ("toolcrib_webhook_deliveries_total", "Tries to deliver a callback, by outcome"),
     ("toolcrib_bus_reconnects_total", "How often the connection to NATS had to be made again"),
     ("toolcrib_upstream_calls_total", "Attempts at MCP servers behind Toolcrib, by outcome"),
@@ -37,6 +40,7 @@ const COUNTERS: MetricDescriptions = &[
 const GAUGES: MetricDescriptions = &[
     ("toolcrib_tool_calls_open", "Calls that have not ended, by what they are doing"),
     ("toolcrib_tool_calls_waiting", "Calls that wait for a free place"),
+    ("toolcrib_approvals_pending", "Calls that wait for a person's approval"),
     ("toolcrib_oldest_open_call_age_seconds", "How long the oldest open call has been open"),
     ("toolcrib_runs_open", "Runs that are not over"),
     ("toolcrib_clients_connected", "Open connections of clients that execute tools"),
@@ -51,6 +55,7 @@ const GAUGES: MetricDescriptions = &[
 const HISTOGRAMS: MetricDescriptions = &[
     ("toolcrib_tool_call_duration_seconds", "From being accepted to the outcome, by tool"),
     ("toolcrib_tool_call_queue_seconds", "From being accepted to the first attempt, by tool"),
+    ("toolcrib_approval_wait_seconds", "Time that calls waited for an approval"),
     ("toolcrib_store_commit_duration_seconds", "A group commit with its flush"),
     ("toolcrib_store_commit_group_size", "Changes that shared a commit"),
 ];
@@ -65,16 +70,18 @@ pub fn metrics_handle() -> Option<PrometheusHandle> {
 }
 
 fn install_recorder() -> Option<PrometheusHandle> {
-    // Buckets double from 10 ms to 82 s for calls and are finer for commits.
+    // Buckets double from 10 ms to 82 s for calls, are finer for commits, longer for people.
     let calls: Vec<f64> = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
     let commits: Vec<f64> = (0..14).map(|n| 0.0001 * f64::from(1 << n)).collect();
     let sizes: Vec<f64> = (0..10).map(|n| f64::from(1 << n)).collect();
+    let waits: Vec<f64> = (0..19).map(|n| f64::from(1 << n)).collect();
     let full_name = |name: &str| Matcher::Full(name.to_owned());
     let builder = PrometheusBuilder::new()
         .set_buckets_for_metric(full_name("toolcrib_tool_call_duration_seconds"), &calls)
         .and_then(|b| {
             b.set_buckets_for_metric(full_name("toolcrib_tool_call_queue_seconds"), &calls)
         })
+        .and_then(|b| b.set_buckets_for_metric(full_name("toolcrib_approval_wait_seconds"), &waits))
         .and_then(|b| {
             b.set_buckets_for_metric(full_name("toolcrib_store_commit_duration_seconds"), &commits)
         })

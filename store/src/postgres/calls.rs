@@ -4,18 +4,21 @@ mod usage;
 use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::directory::AuditEntry;
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{
     CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
 };
 
+use super::approvals::insert_approval;
 use super::change::{Change, ChangeFuture, WriterConnection};
+use super::directory::audit::insert_audit_entry;
 use super::writer_lease::SequenceCounters;
 use super::{deliveries, limit_param};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::postgres::undelivered::insert_undelivered;
-use crate::row::{CALL_COLUMNS, CallColumn, CallRow, EventRow, RowReader, read_call};
+use crate::row::{ApprovalRow, CALL_COLUMNS, CallColumn, CallRow, EventRow, RowReader, read_call};
 
 /// The events of one call as columns, for one statement.
 #[derive(Default)]
@@ -52,6 +55,7 @@ pub(super) struct CallInsert {
     pub(super) records: EventColumns,
     pub(super) key: Option<IdempotencyKey>,
     pub(super) undelivered: Option<UndeliveredRequest>,
+    pub(super) approval: Option<(ApprovalRow, AuditEntry)>,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
     pub(super) position: i64,
     /// Set when the idempotency key is already in use; `existing` then holds the call it created.
@@ -71,7 +75,7 @@ const INSERT_CALL_SQL: &str = "WITH made AS (INSERT INTO tool_calls (place, tool
 
 impl CallInsert {
     async fn insert(&mut self, session: &Session) -> Result<(), SessionError> {
-        let (call, row, records) = (&self.row.call, &self.row, &self.records);
+        let call = &self.row.call;
         if let Some(key) = &self.key {
             let sql = "INSERT INTO idempotency_keys VALUES ($1, $2, $3, $4, $5) \
                        ON CONFLICT DO NOTHING";
@@ -82,39 +86,54 @@ impl CallInsert {
                 return Ok(());
             }
         }
-        let params: SqlParams<'_> = &[
-            &self.position,
-            &call.id.as_str(),
-            &call.project,
-            &call.run_id,
-            &call.tool_name,
-            &call.target.executor.as_str(),
-            &call.target.executor.source(),
-            &call.status.as_str(),
-            &row.hold,
-            &(call.created_ms as i64),
-            &(call.deadline_ms as i64),
-            &call.started_ms.map(|ms| ms as i64),
-            &call.completed_ms.map(|ms| ms as i64),
-            &(call.version as i64),
-            &call.origin.background,
-            &row.args.text(),
-            &row.result.as_ref().map(|result| result.text()),
-            &row.error,
-            &row.envelope,
-            &row.state,
-            &records.numbers,
-            &records.kinds,
-            &records.times,
-            &records.attempts,
-            &records.data,
-        ];
-        session.execute(INSERT_CALL_SQL, params).await?;
+        insert_call(session, &self.row, &self.records, self.position).await?;
         if let Some(request) = &self.undelivered {
             insert_undelivered(session, request).await?;
         }
+        if let Some((approval, audit)) = &self.approval {
+            insert_approval(session, approval).await?;
+            insert_audit_entry(session, audit).await?;
+        }
         deliveries::insert_delivery(session, call, self.position).await
     }
+}
+
+/// Inserts a new call with its events.
+pub(super) async fn insert_call(
+    session: &Session,
+    row: &CallRow,
+    records: &EventColumns,
+    position: i64,
+) -> Result<(), SessionError> {
+    let call = &row.call;
+    let params: SqlParams<'_> = &[
+        &position,
+        &call.id.as_str(),
+        &call.project,
+        &call.run_id,
+        &call.tool_name,
+        &call.target.executor.as_str(),
+        &call.target.executor.source(),
+        &call.status.as_str(),
+        &row.hold,
+        &(call.created_ms as i64),
+        &(call.deadline_ms as i64),
+        &call.started_ms.map(|ms| ms as i64),
+        &call.completed_ms.map(|ms| ms as i64),
+        &(call.version as i64),
+        &call.origin.background,
+        &row.args.text(),
+        &row.result.as_ref().map(|result| result.text()),
+        &row.error,
+        &row.envelope,
+        &row.state,
+        &records.numbers,
+        &records.kinds,
+        &records.times,
+        &records.attempts,
+        &records.data,
+    ];
+    session.execute(INSERT_CALL_SQL, params).await.map(|_| ())
 }
 
 impl Change for CallInsert {
@@ -173,34 +192,37 @@ const MARK_DELIVERY_DUE_SQL: &str = ", due AS (UPDATE deliveries SET status = 'p
      version = deliveries.version + 1 FROM saved WHERE deliveries.place = saved.place \
      AND deliveries.status = 'waiting' AND $7 IS NOT NULL)";
 
-impl CallUpdate {
-    async fn update(&mut self, session: &Session) -> Result<(), SessionError> {
-        let (call, row, records) = (&self.row.call, &self.row, &self.records);
-        let due = if call.origin.callback_url.is_some() { MARK_DELIVERY_DUE_SQL } else { "" };
-        let sql = format!("{UPDATE_CALL_SQL}{due} SELECT place FROM saved");
-        let params: SqlParams<'_> = &[
-            &call.project,
-            &call.id.as_str(),
-            &call.target.executor.as_str(),
-            &call.status.as_str(),
-            &row.hold,
-            &call.started_ms.map(|ms| ms as i64),
-            &call.completed_ms.map(|ms| ms as i64),
-            &(call.version as i64),
-            &row.result.as_ref().map(|result| result.text()),
-            &row.error,
-            &row.state,
-            &records.numbers,
-            &records.kinds,
-            &records.times,
-            &records.attempts,
-            &records.data,
-            &call.target.executor.source(),
-            &(call.deadline_ms as i64),
-        ];
-        self.saved = session.query_first(&sql, params).await?.is_some();
-        Ok(())
-    }
+/// Replaces a call whose stored version is exactly one lower, with its new events. Returns false
+/// if it is not.
+pub(super) async fn update_call(
+    session: &Session,
+    row: &CallRow,
+    records: &EventColumns,
+) -> Result<bool, SessionError> {
+    let call = &row.call;
+    let due = if call.origin.callback_url.is_some() { MARK_DELIVERY_DUE_SQL } else { "" };
+    let sql = format!("{UPDATE_CALL_SQL}{due} SELECT place FROM saved");
+    let params: SqlParams<'_> = &[
+        &call.project,
+        &call.id.as_str(),
+        &call.target.executor.as_str(),
+        &call.status.as_str(),
+        &row.hold,
+        &call.started_ms.map(|ms| ms as i64),
+        &call.completed_ms.map(|ms| ms as i64),
+        &(call.version as i64),
+        &row.result.as_ref().map(|result| result.text()),
+        &row.error,
+        &row.state,
+        &records.numbers,
+        &records.kinds,
+        &records.times,
+        &records.attempts,
+        &records.data,
+        &call.target.executor.source(),
+        &(call.deadline_ms as i64),
+    ];
+    Ok(session.query_first(&sql, params).await?.is_some())
 }
 
 impl Change for CallUpdate {
@@ -214,7 +236,8 @@ impl Change for CallUpdate {
     ) -> Option<ChangeFuture<'a, ()>> {
         Some(Box::pin(async move {
             writer.require_lease()?;
-            self.update(&writer.session).await
+            self.saved = update_call(&writer.session, &self.row, &self.records).await?;
+            Ok(())
         }))
     }
 
@@ -387,6 +410,9 @@ pub(super) async fn purge(
     let positions = session.query_map(sql, &[&before, &limit], |row| row.integer(0)).await?;
     let mut more = positions.len() as i64 == limit;
     if !positions.is_empty() {
+        let sql = "DELETE FROM approvals a USING tool_calls c WHERE c.place = ANY($1) \
+                   AND a.project = c.project AND a.tool_call_id = c.tool_call_id";
+        session.execute(sql, &[&positions]).await?;
         for table in ["events", "idempotency_keys", "tries", "deliveries", "tool_calls"] {
             let sql = format!("DELETE FROM {table} WHERE place = ANY($1)");
             session.execute(&sql, &[&positions]).await?;
@@ -401,6 +427,8 @@ pub(super) async fn purge(
          WHERE e.project = old.project AND e.run_id = old.run_id) \
          DELETE FROM loops USING old \
          WHERE loops.project = old.project AND loops.run_id = old.run_id",
+        "DELETE FROM standing_approvals WHERE standing_id IN (SELECT standing_id \
+         FROM standing_approvals WHERE expires_ms < $1 LIMIT $2)",
     ] {
         more |= session.execute(sql, &[&before, &limit]).await? == limit as u64;
     }

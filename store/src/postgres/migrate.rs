@@ -7,12 +7,13 @@ use super::directory::audit::chain_existing_rows;
 use crate::postgres::session::Session;
 use crate::row::RowReader;
 
-const MIGRATIONS: [&str; 7] = [
+const MIGRATIONS: [&str; 8] = [
     include_str!("../../migrations/postgres/0001_init.sql"),
     include_str!("../../migrations/postgres/0002_tool_calls.sql"),
     include_str!("../../migrations/postgres/0003_undelivered_requests.sql"),
     include_str!("../../migrations/postgres/0004_access_rules.sql"),
     include_str!("../../migrations/postgres/0005_credentials.sql"),
+    include_str!("../../migrations/postgres/0006_approvals.sql"),
     include_str!("../../migrations/postgres/0007_limits_and_switches.sql"),
     AUDIT_CHAIN,
 ];

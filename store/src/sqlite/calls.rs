@@ -1,9 +1,11 @@
 //! The changes of calls.
 
+pub(super) mod approvals;
 pub(super) mod undelivered;
 mod usage;
 use rusqlite::params;
 use tokio::sync::oneshot;
+use toolcrib::domain::directory::AuditEntry;
 use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::undelivered::UndeliveredRequest;
 use toolcrib::ports::store::{
@@ -12,9 +14,10 @@ use toolcrib::ports::store::{
 
 use super::call_queries::find_by_idempotency_key;
 use super::deliveries::mark_delivery_due;
+use super::directory::audit::insert_audit_entry;
 use super::event_numbers::format_event_refs;
 use super::writer::{Change, NewCallRow, WriterConnection};
-use crate::row::{CallRow, EventRow};
+use crate::row::{ApprovalRow, CallRow, EventRow};
 
 /// The insert of a new call.
 pub(super) struct CallInsert {
@@ -22,6 +25,7 @@ pub(super) struct CallInsert {
     pub(super) new: Option<NewCallRow>,
     pub(super) key: Option<IdempotencyKey>,
     pub(super) undelivered: Option<UndeliveredRequest>,
+    pub(super) approval: Option<(ApprovalRow, AuditEntry)>,
     pub(super) group: Option<CommitGroup>,
     pub(super) result: CreateCallResult,
     pub(super) reply: oneshot::Sender<Result<CreateCallResult, StoreError>>,
@@ -40,6 +44,12 @@ impl Change for CallInsert {
         }
         if let Some(request) = &self.undelivered {
             undelivered::insert_undelivered(writer.connection()?, request)?;
+        }
+        // The key of a repeated request leads to the call that it made, with its own approval.
+        let is_new = matches!(self.result, CreateCallResult::New);
+        if let Some((approval, audit)) = self.approval.as_ref().filter(|_| is_new) {
+            approvals::insert_approval(writer.connection()?, approval)?;
+            insert_audit_entry(writer.connection()?, audit)?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use rusqlite::{Connection, TransactionBehavior};
 use crate::sqlite::SqliteOpenError;
 use crate::sqlite::directory::audit::chain_existing_rows;
 
-const MIGRATIONS: [&str; 15] = [
+const MIGRATIONS: [&str; 16] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -21,6 +21,7 @@ const MIGRATIONS: [&str; 15] = [
     include_str!("../../migrations/sqlite/0011_undelivered_requests.sql"),
     include_str!("../../migrations/sqlite/0012_access_rules.sql"),
     include_str!("../../migrations/sqlite/0013_credentials.sql"),
+    include_str!("../../migrations/sqlite/0014_approvals.sql"),
     include_str!("../../migrations/sqlite/0015_limits_and_switches.sql"),
     AUDIT_CHAIN,
 ];

@@ -3,6 +3,7 @@
 use rusqlite::Connection;
 use toolcrib::ports::store::PurgeResult;
 
+use super::calls::approvals::{DELETE_APPROVALS_SQL, purge_standing};
 use super::event_numbers::parse_event_refs;
 use super::writer::WriterConnection;
 use super::{run_tools, runs};
@@ -23,6 +24,7 @@ pub(super) fn purge(
         .execute([last_event_number])?;
     let run_tools = run_tools::purge_run_tools(connection, before_ms, limit)?;
     let runs = runs::purge_runs(connection, before_ms, limit)?;
+    let standing = purge_standing(connection, before_ms, limit)?;
     // SQLite reuses the positions of the newest calls after they are purged: the low watermark must
     // not be ahead of them.
     connection
@@ -32,7 +34,7 @@ pub(super) fn purge(
         )?
         .execute([])?;
     let calls = positions.len();
-    let has_more = [calls, run_tools, runs].contains(&limit);
+    let has_more = [calls, run_tools, runs, standing].contains(&limit);
     Ok(PurgeResult { calls, has_more })
 }
 
@@ -74,6 +76,7 @@ fn delete_call(connection: &Connection, position: i64) -> rusqlite::Result<()> {
         "DELETE FROM deliveries WHERE place = ?1",
         "DELETE FROM tasks WHERE (project, call_id) IN \
          (SELECT project, tool_call_id FROM tool_calls WHERE place = ?1)",
+        DELETE_APPROVALS_SQL,
         "DELETE FROM tool_calls WHERE place = ?1",
     ] {
         connection.prepare_cached(sql)?.execute([position])?;

@@ -3,6 +3,7 @@
 //! `conformance!(name, open)` turns each of them into a test of one store. A behavior that is
 //! missing from the list below is dead code, which the lints reject.
 
+pub mod approvals;
 pub mod audit;
 pub mod calls;
 pub mod deliveries;
@@ -98,6 +99,16 @@ macro_rules! conformance {
                     limits_and_switches_are_stored_replaced_and_removed
                     accepted_calls_are_listed_newest_first_since_a_time
                     a_recorded_clock_step_corrects_the_calls_before_it
+                }
+                approvals {
+                    an_approval_is_stored_with_its_call
+                    decisions_and_their_calls_are_one_commit
+                    a_superseded_approval_keeps_its_decision
+                    approvals_are_listed_newest_first_by_status_agent_and_tool
+                    standing_approvals_are_replaced_and_expire
+                    due_webhooks_of_approvals_are_found
+                    another_key_of_a_call_leads_to_it
+                    approvals_are_purged_with_their_call
                 }
                 undelivered {
                     an_undelivered_request_is_stored_with_its_call_and_run

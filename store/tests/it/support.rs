@@ -99,6 +99,7 @@ pub fn call_at(created_ms: u64) -> Call {
         target_attempts: 0,
         acknowledged_by: None,
         elicitation: None,
+        approval: None,
         failed_attempt: None,
         node: None,
         created_ms,
@@ -205,6 +206,7 @@ pub fn creating<'a>(
         records,
         key,
         undelivered: None,
+        approval: None,
         group_member: None,
     })
 }

@@ -101,6 +101,7 @@ async fn metrics(
     for (state, count) in engine.calls().open_calls_by_state() {
         metrics::gauge!("toolcrib_tool_calls_open", "state" => state).set(count as f64);
     }
+    metrics::gauge!("toolcrib_approvals_pending").set(engine.approvals().pending_count() as f64);
     metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.calls().queued_call_count() as f64);
     metrics::gauge!("toolcrib_clients_connected")
         .set(engine.clients().client_connection_count() as f64);

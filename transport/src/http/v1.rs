@@ -8,6 +8,7 @@
 
 mod admin;
 mod agents;
+pub(super) mod approvals;
 mod batch;
 mod calls;
 mod cards;
@@ -67,6 +68,7 @@ pub(super) fn routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(admin::audit::verify_audit))
         .routes(routes!(admin::audit::export_audit))
         .routes(routes!(admin::clients))
+        .merge(approval_routes())
         .merge(limit_routes())
         .merge(run_routes())
         .routes(routes!(sources::list, sources::add))
@@ -85,6 +87,16 @@ fn limit_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(limits::show_limit, limits::put_limit, limits::drop_limit))
         .routes(routes!(switches::list_switches))
         .routes(routes!(switches::show_switch, switches::put_switch, switches::drop_switch))
+}
+
+/// Routes of approvals: calls that wait for a person.
+fn approval_routes() -> OpenApiRouter<HttpState> {
+    OpenApiRouter::new()
+        .routes(routes!(approvals::list))
+        .routes(routes!(approvals::decide))
+        .routes(routes!(approvals::list_standing))
+        .routes(routes!(approvals::revoke_standing))
+        .routes(routes!(approvals::show))
 }
 
 /// Routes of access rules.

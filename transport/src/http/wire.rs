@@ -164,9 +164,19 @@ pub(super) struct CallBody<'a> {
     completed_at_ms: Option<u64>,
     /// When the call ends as TIMEOUT, in Unix milliseconds.
     deadline_at_ms: u64,
-    /// Reason a PENDING call waits: `queue`, `retry`, `parked`, `input` or `after`.
+    /// Reason a PENDING call waits: `queue`, `retry`, `parked`, `input`, `after` or `approval`.
     #[serde(skip_serializing_if = "Option::is_none")]
     hold: Option<HoldBody<'a>>,
+    /// The approval that the call waits for, or that released it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    approval_id: Option<&'a str>,
+    /// The call with other arguments that a person approved in place of this one, which takes over
+    /// its outcome.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replaced_by: Option<&'a str>,
+    /// The call that this one replaces.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replaces: Option<&'a str>,
     /// Number of the current or last attempt.
     attempt: u32,
     /// Time limit of each attempt; null if each attempt that may still follow gets an equal part of
@@ -216,10 +226,10 @@ pub(super) struct HoldBody<'a> {
     /// What the call waits for, in words: a client that is not connected, for example.
     #[serde(skip_serializing_if = "Option::is_none")]
     detail: Option<String>,
-    /// When the next attempt is due, or the wait for answers ends, in Unix milliseconds.
+    /// When the next attempt is due, or the wait for a person ends, in Unix milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
-    /// The call that must end before this one starts.
+    /// The call that must end before this one starts, or that replaces it.
     #[serde(skip_serializing_if = "Option::is_none")]
     after: Option<&'a str>,
     /// The tool's open questions, by key.
@@ -229,6 +239,12 @@ pub(super) struct HoldBody<'a> {
     /// The request that answers the questions.
     #[serde(skip_serializing_if = "Option::is_none")]
     answer_with: Option<String>,
+    /// The approval that the call waits for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    approval_id: Option<&'a str>,
+    /// The request that decides about the approval.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    decide_with: Option<&'static str>,
 }
 
 /// The outcome of a call.
@@ -291,10 +307,10 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                 detail: None,
                 until_ms: match hold {
                     Hold::Retry { at_ms } => Some(at_ms),
-                    Hold::Input { .. } => Some(call.deadline_ms),
+                    Hold::Input { .. } | Hold::Approval { .. } => Some(call.deadline_ms),
                     _ => None,
                 },
-                after: match (hold, &call.origin.predecessor) {
+                after: match (hold, call.awaited_call()) {
                     (Hold::Predecessor { .. }, Some(before)) => Some(before.as_str()),
                     _ => None,
                 },
@@ -305,7 +321,12 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                 answer_with: call
                     .waits_for_input()
                     .then(|| format!("POST /v1/tool_calls/{}/answer", call.id)),
+                approval_id: call.pending_approval(),
+                decide_with: call.pending_approval().map(|_| "POST /v1/approvals/decide"),
             }),
+            approval_id: call.approval.as_ref().map(|approval| approval.id.as_str()),
+            replaced_by: call.replaced_by().map(|id| id.as_str()),
+            replaces: call.origin.replaces.as_ref().map(|id| id.as_str()),
             attempt: call.attempt,
             attempt_timeout_ms: call.attempt_timeout_ms,
             attempt_deadline_at_ms: call.attempt_deadline_ms,

@@ -268,7 +268,11 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 
 /// Returns the text for a call that has not ended and whose MCP client cannot be notified later: it
 /// names the call id and how to get the result.
-pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult {
+pub(super) fn pending_result(
+    call: &Call,
+    tool: ResultFormat,
+    approval_link: Option<&str>,
+) -> CallToolResult {
     let id = call.id.as_str();
     let questions = call.elicitation.as_ref().filter(|_| call.waits_for_input());
     let questions = questions.map(|asked| &asked.unanswered);
@@ -276,10 +280,15 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
         (Status::Pending, Some(_)) => {
             "waits for an answer to what it has asked, which a person must give,"
         }
+        (Status::Pending, None) if call.waits_for_approval() => "waits for an approval",
         (Status::Pending, None) => "waits to be executed",
         _ => "is being executed",
     };
     let asked = questions.map(|questions| describe_questions(call, questions)).unwrap_or_default();
+    let asked = match approval_link {
+        Some(link) => format!(" {}", approval_message(call, link)),
+        None => asked,
+    };
     let text = format!(
         "{} {state} and will go on. Its ticket is {id}.{asked} To get the result, call the tool \
          \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} again for the same \
@@ -291,6 +300,11 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
         ticket["questions"] = Value::Object(questions.clone());
         ticket["input_deadline_at_ms"] = call.deadline_ms.into();
     }
+    if let Some(approval_id) = call.pending_approval() {
+        ticket["hold"] = "approval".into();
+        ticket["approval_id"] = approval_id.into();
+        ticket["link"] = approval_link.into();
+    }
     // An MCP client that has seen an output schema rejects a success that does not match it.
     let mut result = match tool.has_output_schema {
         true => CallToolResult::error(vec![ContentBlock::text(text)]),
@@ -298,6 +312,18 @@ pub(super) fn pending_result(call: &Call, tool: ResultFormat) -> CallToolResult 
     };
     result.structured_content = Some(ticket);
     with_call_id(result, call)
+}
+
+/// Describes the approval that a call waits for, for a person.
+pub(super) fn approval_message(call: &Call, link: &str) -> String {
+    let id = call.pending_approval().unwrap_or_default();
+    format!(
+        "A rule asks for a person's approval of this call of {} with the arguments {}. An approver \
+         decides at {link}, with POST /v1/approvals/decide, or on the command line with: toolcrib \
+         approvals approve {id} (or: reject {id} --reason TEXT).",
+        call.target.tool,
+        call.target.args.text()
+    )
 }
 
 /// Describes the unanswered questions of a call, and the ways to answer them, for an MCP client

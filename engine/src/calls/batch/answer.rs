@@ -78,6 +78,11 @@ const INPUT_NOTICE: &str = "its tool asked the questions below, and it waits for
                             line: toolcrib calls answer {tool_call_id}. Its result comes later, \
                             with this same call id; do not call it again for it";
 
+const APPROVAL_NOTICE: &str = "a rule asks for a person's approval, and it waits for that: POST \
+                               /v1/approvals/decide, or on the command line: toolcrib approvals \
+                               approve {approval_id}. Its result comes later, with this same call \
+                               id; do not call it again for it";
+
 /// Returns the notice that tells a caller or a model about a call that is still open.
 pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
     let id = call.id.as_str();
@@ -86,9 +91,11 @@ pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
         status: "pending",
         tool_call_id: id,
         task_id: background.then_some(id),
+        approval_id: call.pending_approval(),
         questions: call.elicitation.as_ref().filter(|_| waits).map(|asked| &asked.unanswered),
         message: match call.hold {
             _ if waits => INPUT_NOTICE,
+            Some(Hold::Approval { .. }) => APPROVAL_NOTICE,
             _ if background => BACKGROUND_NOTICE,
             Some(Hold::Predecessor { .. }) => PREDECESSOR_NOTICE,
             _ => STILL_RUNNING_NOTICE,

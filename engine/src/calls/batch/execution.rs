@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 
 use super::{Batch, BatchEntryResult, BatchEntryState, BatchMode};
 use crate::calls::accept::BatchMembership;
+use crate::calls::accept::approval_request::BatchCalls;
 use crate::calls::request::CallRequest;
 use crate::calls::{Calls, Ticket, Until};
 use crate::domain::call::Call;
@@ -93,6 +94,10 @@ pub(super) struct BatchExecution {
     /// The last calls of lanes that are still open after the wait. Each occupies a concurrency
     /// slot; an entry without a slot is stored behind one of them.
     open_predecessors: Mutex<VecDeque<Arc<Call>>>,
+    /// The calls of the entries so far.
+    calls: BatchCalls,
+    /// The entries whose calls wait for an approval.
+    waiting: Mutex<Vec<(usize, Ticket)>>,
     /// Total size of the results so far.
     result_bytes: AtomicUsize,
     write: Option<EntryRenderer>,
@@ -125,6 +130,8 @@ impl BatchExecution {
             parsed,
             started_lanes: AtomicUsize::new(0),
             open_predecessors: Mutex::default(),
+            calls: BatchCalls::default(),
+            waiting: Mutex::default(),
             result_bytes: AtomicUsize::new(0),
             write,
             deliveries: Mutex::default(),
@@ -154,6 +161,9 @@ impl BatchExecution {
                 tracing::error!(%error, "a task of a batch failed");
             }
         }
+        let waiting = std::mem::take(&mut *self.waiting.lock());
+        let waits = waiting.into_iter().map(|(index, ticket)| self.wait_for_entry(index, ticket));
+        futures::future::join_all(waits).await;
         let answer = |(index, slot): (usize, &Mutex<AnswerSlot>)| {
             let AnswerSlot { answer, is_uncommitted: ahead } = std::mem::take(&mut *slot.lock());
             answer.filter(|_| !ahead).unwrap_or_else(|| self.render_entry(index, None))
@@ -262,6 +272,16 @@ impl BatchExecution {
         if self.confirm_committed(index) {
             return LaneContinuation::Ended;
         }
+        if ticket.call.waits_for_approval() {
+            // The other entries go on while a person decides.
+            self.waiting.lock().push((index, ticket));
+            return LaneContinuation::Unaffected;
+        }
+        self.wait_for_entry(index, ticket).await
+    }
+
+    /// Waits for the call of an entry, and records its answer.
+    async fn wait_for_entry(&self, index: usize, ticket: Ticket) -> LaneContinuation {
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.origin.background {
             let remaining_ms = self.wait_deadline_ms.saturating_sub(self.engine.core.now_ms());
@@ -274,6 +294,7 @@ impl BatchExecution {
         }
         let continuation = match (call.status.is_terminal(), call.origin.background) {
             (true, _) => LaneContinuation::Ended,
+            (false, _) if call.waits_for_approval() => LaneContinuation::Unaffected,
             (false, true) => LaneContinuation::Unaffected,
             (false, false) => LaneContinuation::Predecessor(call.clone()),
         };
@@ -305,6 +326,7 @@ impl BatchExecution {
                 group_member: coming.take(),
                 on_finished: Some(Box::new(ahead)),
                 predecessor: after.clone(),
+                siblings: Some(self.calls.clone()),
             };
             let error = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
                 Err(error) if error.code() == Code::RateLimited => error,

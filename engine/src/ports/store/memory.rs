@@ -2,6 +2,7 @@
 //!
 //! It is deliberately simple: one lock over plain maps. It keeps everything until it is purged.
 
+mod approvals;
 mod audit;
 mod credentials;
 mod directory;
@@ -49,6 +50,7 @@ struct MemoryState {
     undelivered: BTreeMap<String, super::undelivered::UndeliveredRequest>,
     /// Position of the last call before each change of the time of day, and the change.
     clock_steps: Vec<(u64, i64)>,
+    approvals: approvals::MemoryApprovals,
 }
 
 /// Stores everything in memory.
@@ -86,6 +88,44 @@ impl MemoryState {
         }
         let call = self.by_id.get(id).and_then(|position| self.calls.get(position))?;
         Some(CreateCallResult::Replayed(Box::new(call.clone())))
+    }
+
+    /// Inserts a new call with everything that belongs to it.
+    fn insert_call(&mut self, new: NewCall) {
+        self.last_position += 1;
+        let position = self.last_position;
+        self.by_id.insert(new.call.id.clone(), position);
+        self.append_events(&new.call, new.records);
+        if let Some(delivery) = Delivery::for_call(&new.call) {
+            self.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
+        }
+        self.calls.insert(position, Arc::unwrap_or_clone(new.call));
+        self.undelivered.extend(new.undelivered.map(|request| (request.id.clone(), request)));
+        if let Some(new) = new.approval {
+            self.approvals.by_id.insert(new.approval.id.clone(), new.approval);
+            self.audit.append(new.audit);
+        }
+    }
+
+    /// Replaces a call whose stored version is exactly one lower.
+    fn save_call(&mut self, call: Arc<Call>, records: Vec<EventRecord>) -> SaveResult {
+        let Some(position) = self.by_id.get(&call.id).copied() else {
+            return SaveResult::Conflict;
+        };
+        let follows =
+            |stored: &Call| stored.project == call.project && stored.version + 1 == call.version;
+        if !self.calls.get(&position).is_some_and(follows) {
+            return SaveResult::Conflict;
+        }
+        self.append_events(&call, records);
+        if let Some(ended_ms) = call.completed_ms
+            && let Some((delivery, _)) = self.deliveries.get_mut(&call.id)
+            && let Some(due) = delivery.after_call_ended(ended_ms)
+        {
+            *delivery = due;
+        }
+        self.calls.insert(position, Arc::unwrap_or_clone(call));
+        SaveResult::Saved
     }
 
     fn purge_run_tool_definitions(&mut self, before_ms: u64, limit: usize) -> usize {
@@ -126,15 +166,7 @@ impl Store for MemoryStore {
             let scoped_key = (new.call.project.clone(), key.agent.clone(), key.key.clone());
             state.keys.insert(scoped_key, (new.call.id.clone(), key.fingerprint.clone()));
         }
-        state.last_position += 1;
-        let position = state.last_position;
-        state.by_id.insert(new.call.id.clone(), position);
-        state.append_events(&new.call, new.records);
-        if let Some(delivery) = Delivery::for_call(&new.call) {
-            state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
-        }
-        state.calls.insert(position, Arc::unwrap_or_clone(new.call));
-        state.undelivered.extend(new.undelivered.map(|request| (request.id.clone(), request)));
+        state.insert_call(new);
         Ok(CreateCallResult::New)
     }
 
@@ -152,23 +184,7 @@ impl Store for MemoryStore {
         records: Vec<EventRecord>,
     ) -> Result<SaveResult, StoreError> {
         let mut state = self.state.lock();
-        let Some(position) = state.by_id.get(&call.id).copied() else {
-            return Ok(SaveResult::Conflict);
-        };
-        let follows =
-            |stored: &Call| stored.project == call.project && stored.version + 1 == call.version;
-        if !state.calls.get(&position).is_some_and(follows) {
-            return Ok(SaveResult::Conflict);
-        }
-        state.append_events(&call, records);
-        if let Some(ended_ms) = call.completed_ms
-            && let Some((delivery, _)) = state.deliveries.get_mut(&call.id)
-            && let Some(due) = delivery.after_call_ended(ended_ms)
-        {
-            *delivery = due;
-        }
-        state.calls.insert(position, Arc::unwrap_or_clone(call));
-        Ok(SaveResult::Saved)
+        Ok(state.save_call(call, records))
     }
 
     async fn append_records(
@@ -335,9 +351,11 @@ impl Store for MemoryStore {
             state.events.retain(|_, event| event.call_id != *id);
             state.keys.retain(|_, (call, _)| call != id);
             state.deliveries.remove(id);
+            state.approvals.by_id.retain(|_, approval| approval.call_id != *id);
         }
         let oldest = state.calls.values().map(|call| call.created_ms).min();
         self.utp.purge_replaced(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
+        state.approvals.purge_standing(ended_before_ms);
         let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
         let loops = state.purge_ended_runs(ended_before_ms, limit);
         let calls = old.len();
@@ -417,6 +435,10 @@ impl Store for MemoryStore {
     }
 
     fn undelivered(&self) -> &dyn super::undelivered::UndeliveredRequestStore {
+        self
+    }
+
+    fn approvals(&self) -> &dyn super::approvals::ApprovalStore {
         self
     }
 

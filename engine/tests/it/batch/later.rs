@@ -144,6 +144,7 @@ async fn dependents_run_in_order_after_a_restart() {
         records: vec![],
         key: None,
         undelivered: None,
+        approval: None,
         group_member: None,
     };
     tools.store.create_call(new).await.unwrap();

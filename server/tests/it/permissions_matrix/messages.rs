@@ -39,6 +39,8 @@ const MCP_METHODS: &[(&str, &str, &str)] = &[
 
 /// WebSocket messages of clients.
 const WS_MESSAGES: &[(&str, &str)] = &[
+    ("approval_decide", "UFEFFAAF"),
+    ("approvals_follow", "UFEFFAAF"),
     ("hello", "UFAFFAAF"),
     ("ping", "UFAFFAAF"),
     ("tool_ack", "UFEFFEEF"),
@@ -173,7 +175,8 @@ async fn ws_cell(fixture: &Fixture, api: &Api, kind: &str) -> char {
     }
     socket
         .send(json!({ "type": kind, "tool_call_id": fixture.call_id, "attempt": 1,
-            "status": "SUCCEEDED", "result": 1, "message": "x", "confirm": true }))
+            "status": "SUCCEEDED", "result": 1, "message": "x", "confirm": true,
+            "decisions": [{ "approval_id": "apr_none", "verdict": "approve" }] }))
         .await;
     socket.send(json!({ "type": "ping" })).await;
     let answer = socket.receive().await;

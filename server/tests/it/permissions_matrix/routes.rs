@@ -20,10 +20,19 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 105] = [
+const TABLE: [(&str, &str, Row); 110] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 404, 404, 200, 200])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 403, 403, 202, 202])),
+    ("get", "/v1/approvals", Keyed([200, 403, 200, 200, 200, 200, 200, 200])),
+    ("get", "/v1/approvals/{approval_id}", Keyed([404, 404, 404, 404, 404, 404, 404, 404])),
+    ("post", "/v1/approvals/decide", Keyed([403, 403, 404, 404, 404, 403, 404, 403])),
+    ("get", "/v1/approvals/standing", Keyed([200, 403, 200, 200, 200, 200, 200, 200])),
+    (
+        "delete",
+        "/v1/approvals/standing/{standing_id}",
+        Keyed([403, 403, 404, 404, 404, 403, 404, 403]),
+    ),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200, 403, 403, 202, 202])),
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
@@ -380,6 +389,9 @@ impl Fixture {
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
+            }
+            "/v1/approvals/decide" => {
+                json!({ "decisions": [{ "approval_id": "apr_none", "verdict": "approve" }] })
             }
             "/v1/keys" => json!({ "agent": "made" }),
             "/v1/keys/{id}/rotate" => json!({ "overlap_s": 5 }),

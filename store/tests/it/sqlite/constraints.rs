@@ -54,7 +54,7 @@ async fn a_status_is_one_of_six() {
 }
 
 #[tokio::test]
-async fn a_hold_is_one_of_five() {
+async fn a_hold_is_one_of_six() {
     let sql = "UPDATE tool_calls SET hold = 'somewhere' WHERE status = 'PENDING'";
     assert_rejected(sql, "hold = 'queue' OR hold = 'retry' OR hold = 'parked' OR hold = 'input'")
         .await;

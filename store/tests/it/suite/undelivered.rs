@@ -28,7 +28,14 @@ pub async fn an_undelivered_request_is_stored_with_its_call_and_run(store: &dyn 
     let of_call = request(new.id.as_str(), RequestKind::Call);
     let undelivered = Some(of_call.clone());
     let call = Arc::new(new);
-    let new = NewCall { call, records: vec![], key: None, undelivered, group_member: None };
+    let new = NewCall {
+        call,
+        records: vec![],
+        key: None,
+        undelivered,
+        approval: None,
+        group_member: None,
+    };
     store.create_call(new).await.unwrap();
     let of_run = request("run_1", RequestKind::Run);
     let created = store.runs().create_run(run("p", "run_1"), None, vec![], Some(of_run.clone()));

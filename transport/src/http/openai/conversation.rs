@@ -473,7 +473,11 @@ fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
 
 fn call_summary(settled: &BatchEntryResult) -> Value {
     let id = settled.call().map(|call| call.id.as_str());
-    json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() })
+    let mut summary = json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() });
+    if let Some(approval_id) = settled.call().and_then(|call| call.pending_approval()) {
+        summary["approval_id"] = approval_id.into();
+    }
+    summary
 }
 
 /// Prefixes the pointers of the loop's validation errors: the loop's options are under `toolcrib`

@@ -102,6 +102,12 @@ pub(super) struct BatchResultBody<'a> {
     /// For an async tool whose call has not ended: the same as `tool_call_id`.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<&'a str>,
+    /// `approval` if the call waits for a person's approval.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hold: Option<&'static str>,
+    /// The approval that the call waits for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    approval_id: Option<&'a str>,
     /// While the call has not ended: an explanation for the caller and the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     message: Option<&'static str>,
@@ -140,6 +146,8 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
             error: settled.error().map(FaultBody::from),
             metrics: settled.metrics().map(MetricsBody::from),
             name: settled.name.as_deref(),
+            hold: pending.and_then(|pending| pending.approval_id).map(|_| "approval"),
+            approval_id: pending.and_then(|pending| pending.approval_id),
             status: pending.map(|pending| pending.status),
             task_id: pending.and_then(|pending| pending.task_id),
             message: pending.map(|pending| pending.message),

@@ -146,7 +146,7 @@ pub(super) fn parse_page(
 }
 
 /// Parses a time given as Unix seconds, Unix milliseconds or RFC 3339 into Unix milliseconds.
-fn parse_time(text: &str) -> Option<u64> {
+pub(super) fn parse_time(text: &str) -> Option<u64> {
     // Seconds stay below this until the year 5138; milliseconds have been above it since 1973.
     const SECONDS_BELOW: u64 = 100_000_000_000;
     if let Ok(number) = text.parse::<u64>() {

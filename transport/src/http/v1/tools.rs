@@ -160,6 +160,12 @@ pub(super) struct TicketBody<'a> {
     /// For an async tool: the same id, for use at `/v1/tasks/{task_id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<String>,
+    /// `approval` if the call waits for a person's approval.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hold: Option<&'static str>,
+    /// The approval that the call waits for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    approval_id: Option<String>,
     /// The call, if the idempotency key was used before and its call has ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     call: Option<CallBody<'a>>,
@@ -186,6 +192,9 @@ impl<'a> TicketBody<'a> {
             tool_call_id: call.id.to_string(),
             status: status.as_str().to_lowercase(),
             message: match status {
+                Status::Pending if call.waits_for_approval() => {
+                    "tool call waits for a person's approval, use tool_call_id to poll result"
+                }
                 Status::Pending => "tool call created, use tool_call_id to poll result",
                 Status::Running => "tool call is running, use tool_call_id to poll result",
                 Status::Succeeded => "tool call succeeded, call has the result",
@@ -193,6 +202,8 @@ impl<'a> TicketBody<'a> {
                 Status::Timeout => "tool call ended by timeout, call has the error",
                 Status::Canceled => "tool call was canceled, call has the error",
             },
+            hold: call.pending_approval().map(|_| "approval"),
+            approval_id: call.pending_approval().map(str::to_owned),
             task_id: call.origin.background.then(|| call.id.to_string()),
             joined: ticket.joined,
             call: status.is_terminal().then(|| CallBody::with_trace(engine, call, trace)),

@@ -197,7 +197,10 @@ async fn call_result(
     let format = ResultFormat::new(None, ProtocolRevision::from_context(context));
     let result = match call.status.is_terminal() {
         true => tool_result::ended_call_result(&call, format, shared.settings.result_tokens).await,
-        false => tool_result::pending_result(&call, format),
+        false => {
+            let link = call.pending_approval().map(|id| shared.engine.approvals().link(id));
+            tool_result::pending_result(&call, format, link.as_deref())
+        }
     };
     Ok(CallToolResponse::Complete(result))
 }

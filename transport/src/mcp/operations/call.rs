@@ -51,7 +51,8 @@ pub(crate) async fn call_tool(
     let format = ResultFormat::new(listed, client.revision);
     if let Some(state) = params.request_state.clone() {
         let ticket = elicitation::resume_call(shared, view, params, &state).await?;
-        let waiter = ToolCallWaiter::new(scope, client, format);
+        let waiter =
+            ToolCallWaiter { is_resumed: true, ..ToolCallWaiter::new(scope, client, format) };
         return waiter.wait_for_response(&ticket, discovery).await;
     }
     if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
@@ -174,6 +175,8 @@ struct ToolCallWaiter<'a> {
     format: ResultFormat,
     /// The registration of this waiter, if its response is a stream that can be resumed.
     stream: Option<StreamWaiter>,
+    /// True if the MCP client has been asked before, and repeats its request.
+    is_resumed: bool,
 }
 
 impl<'a> ToolCallWaiter<'a> {
@@ -181,7 +184,7 @@ impl<'a> ToolCallWaiter<'a> {
         let parts = http_parts(&scope.context.extensions);
         let stream = parts.and_then(|parts| parts.extensions.get::<StreamId>());
         let stream = stream.map(|stream| scope.shared.stream_waiters.register(&stream.0));
-        Self { scope, client, format, stream }
+        Self { scope, client, format, stream, is_resumed: false }
     }
 
     /// Opens the stream of the response: from now on the MCP client can resume it.
@@ -245,7 +248,9 @@ impl<'a> ToolCallWaiter<'a> {
                 continue;
             }
             let remaining = until.saturating_duration_since(tokio::time::Instant::now());
-            if remaining.is_zero() {
+            // The MCP client learns at once that a person must decide, and its transport is free.
+            let asks_approval = call.waits_for_approval() && !self.is_resumed;
+            if remaining.is_zero() || asks_approval {
                 return Ok(self.pending_response(&call));
             }
             let left_ms = remaining.as_millis() as u64 + 1;
@@ -420,7 +425,18 @@ impl<'a> ToolCallWaiter<'a> {
         if self.client.supports_tasks() {
             return self.task_response(call);
         }
-        CallToolResponse::Complete(tool_result::pending_result(call, self.format))
+        let shared = self.scope.shared;
+        let is_modern = self.client.revision == ProtocolRevision::Modern;
+        if call.waits_for_approval() && is_modern {
+            let requests = elicitation::approval_requests(shared, call, &self.client.capabilities);
+            if !requests.is_empty() {
+                let state = elicitation::request_state(call);
+                let asks = InputRequiredResult::new(Some(requests), Some(state));
+                return CallToolResponse::InputRequired(asks);
+            }
+        }
+        let link = call.pending_approval().map(|id| shared.engine.approvals().link(id));
+        CallToolResponse::Complete(tool_result::pending_result(call, self.format, link.as_deref()))
     }
 
     fn task_response(&self, call: &Call) -> CallToolResponse {

@@ -12,7 +12,7 @@ use rmcp::model::{
 };
 use rmcp::service::{Peer, PeerRequestOptions};
 use rmcp::{ErrorData, RoleServer};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use toolcrib::domain::call::Call;
 use toolcrib::{CallId, Code, Ticket};
 
@@ -32,6 +32,39 @@ pub(crate) fn answerable_requests(call: &Call, client: &ClientCapabilities) -> I
         can_answer(client, &request).then(|| (key.clone(), request))
     });
     params.collect()
+}
+
+/// Key of the request that shows an approval.
+const APPROVAL_KEY: &str = "approval";
+
+/// Returns the request that shows the person at the MCP client which approval the call waits for:
+/// its link, if the client opens links and the server knows its own URL, or a form without fields.
+/// Another person decides, so an answer decides nothing.
+pub(crate) fn approval_requests(
+    shared: &McpTransportState,
+    call: &Call,
+    client: &ClientCapabilities,
+) -> InputRequests {
+    let (Some(id), Some(can)) = (call.pending_approval(), &client.elicitation) else {
+        return InputRequests::new();
+    };
+    let link = shared.engine.approvals().link(id);
+    let message = tool_result::approval_message(call, &link);
+    let opens_links = can.url.is_some() && link.contains("://");
+    let takes_forms = can.form.is_some() || can.url.is_none();
+    let params = match (opens_links, takes_forms) {
+        (true, _) => {
+            json!({ "mode": "url", "message": message, "url": link, "elicitationId": id })
+        }
+        (false, true) => {
+            let schema = json!({ "type": "object", "properties": {} });
+            json!({ "mode": "form", "message": message, "requestedSchema": schema })
+        }
+        (false, false) => return InputRequests::new(),
+    };
+    let request = json!({ "method": "elicitation/create", "params": params });
+    let request = serde_json::from_value::<InputRequest>(request).ok();
+    request.map(|request| (APPROVAL_KEY.to_owned(), request)).into_iter().collect()
 }
 
 fn can_answer(client: &ClientCapabilities, request: &InputRequest) -> bool {
@@ -177,8 +210,6 @@ pub(crate) async fn elicit<W>(
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]

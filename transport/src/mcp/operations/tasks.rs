@@ -43,6 +43,7 @@ pub(crate) fn to_task(shared: &McpTransportState, call: &Call) -> Task {
 fn task_status(call: &Call) -> TaskStatus {
     let code = call.outcome.as_ref().and_then(|o| o.error.as_ref()).map(|fault| fault.code);
     match (call.status, code) {
+        (Status::Pending, _) if call.waits_for_approval() => TaskStatus::InputRequired,
         (Status::Pending | Status::Running, _) => TaskStatus::Working,
         (Status::Canceled, _) => TaskStatus::Cancelled,
         (Status::Failed, Some(Code::Internal)) => TaskStatus::Failed,
@@ -82,14 +83,19 @@ pub(crate) async fn get_task(
     task_id: &str,
 ) -> Result<DetailedTask, ErrorData> {
     let call = &find_call(shared, view, task_id).await?;
-    let questions = elicitation::answerable_requests(call, client);
+    let questions = match call.waits_for_approval() {
+        true => elicitation::approval_requests(shared, call, client),
+        false => elicitation::answerable_requests(call, client),
+    };
     let payload = match task_status(call) {
         TaskStatus::Cancelled => TaskPayload::Cancelled,
         TaskStatus::Failed => TaskPayload::Failed { error: failure_payload(call) },
         TaskStatus::Completed => {
             TaskPayload::Completed { result: result_payload(shared, view, call).await }
         }
-        _ if !questions.is_empty() => TaskPayload::InputRequired { input_requests: questions },
+        _ if !questions.is_empty() || call.waits_for_approval() => {
+            TaskPayload::InputRequired { input_requests: questions }
+        }
         _ => TaskPayload::Working,
     };
     Ok(DetailedTask::new(to_task(shared, call), payload))

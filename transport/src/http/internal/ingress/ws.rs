@@ -4,6 +4,7 @@
 //! a slow commit does not block the connection; messages about the same call are handled in the
 //! order of arrival. A connection without a sign of life is closed.
 
+mod approvals;
 mod frame_inspector;
 mod message_limiter;
 use std::borrow::Cow;
@@ -296,10 +297,7 @@ impl WsConnection {
                         if let Some(before) = before {
                             let _ = before.await;
                         }
-                        if let Some(answer) = this.handle_message(header, &payload).await {
-                            let _ = answers.send(answer).await;
-                        }
-                        drop(permit);
+                        this.answer_message(header, payload, permit, &answers).await;
                     });
                     if let Some(id) = id {
                         last_on_call.insert(id, task);
@@ -307,6 +305,28 @@ impl WsConnection {
                 }
             }
         }
+    }
+
+    /// Handles a message and sends what follows from it. The permit bounds the messages in progress.
+    async fn answer_message(
+        &self,
+        header: Result<WsMessageHeader, Error>,
+        payload: Bytes,
+        permit: MessagePermit,
+        answers: &mpsc::Sender<Value>,
+    ) {
+        if header.as_ref().is_ok_and(|header| header.kind == "approvals_follow") {
+            // It lasts as long as the connection, and holds up no other message.
+            drop((permit, payload));
+            if let Err(error) = self.follow_approvals(answers).await {
+                let _ = answers.send(error_body(None, &error)).await;
+            }
+            return;
+        }
+        if let Some(answer) = self.handle_message(header, &payload).await {
+            let _ = answers.send(answer).await;
+        }
+        drop(permit);
     }
 
     /// Returns true if the key of this connection is still valid; otherwise closes the connection
@@ -410,6 +430,12 @@ impl WsConnection {
         header: &WsMessageHeader,
         payload: &[u8],
     ) -> Result<Option<Value>, Error> {
+        match header.kind.as_str() {
+            "approval_decide" => return self.decide_approvals(payload).await.map(Some),
+            // The connection answers it: more than one message follows.
+            "approvals_follow" => return Ok(None),
+            _ => {}
+        }
         let id = header.require_call_id()?;
         match header.kind.as_str() {
             "tool_ack" => {

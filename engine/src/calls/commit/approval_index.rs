@@ -1,0 +1,107 @@
+//! What the engine knows of approvals without a look at the store: the standing approvals, and the
+//! calls that wait, by what makes a repeated call equal. Both are rebuilt at the start.
+
+use std::collections::HashMap;
+
+use parking_lot::{Mutex, RwLock};
+use sha2::{Digest, Sha256};
+
+use crate::domain::call::Call;
+use crate::domain::call::approval::{ApprovalRequester, StandingApproval};
+use crate::domain::id::{CallId, hex};
+
+/// The standing approvals and the waiting calls.
+#[derive(Default)]
+pub(crate) struct ApprovalIndex {
+    standing: RwLock<HashMap<String, StandingApproval>>,
+    waiting: Mutex<HashMap<String, Vec<CallId>>>,
+}
+
+impl ApprovalIndex {
+    /// Adds a standing approval, or replaces the one with its id.
+    pub(crate) fn put_standing(&self, standing: StandingApproval) {
+        self.standing.write().insert(standing.id.clone(), standing);
+    }
+
+    /// Returns the standing approval that releases a call with this digest.
+    pub(crate) fn find_standing(
+        &self,
+        project: &str,
+        requester: &ApprovalRequester,
+        run_id: &str,
+        digest: &str,
+        now_ms: u64,
+    ) -> Option<StandingApproval> {
+        let standing = self.standing.read();
+        let mut active = standing.values().filter(|one| one.project == project);
+        let covers = |one: &&StandingApproval| {
+            one.is_active(now_ms) && one.covers(requester, run_id, digest)
+        };
+        active.find(covers).cloned()
+    }
+
+    /// Returns one standing approval.
+    pub(crate) fn standing(&self, id: &str) -> Option<StandingApproval> {
+        self.standing.read().get(id).cloned()
+    }
+
+    /// Returns the standing approvals of a project, oldest first.
+    pub(crate) fn standing_of(&self, project: &str) -> Vec<StandingApproval> {
+        let standing = self.standing.read();
+        let own = standing.values().filter(|one| one.project == project);
+        let mut own: Vec<StandingApproval> = own.cloned().collect();
+        own.sort_by(|a, b| a.id.cmp(&b.id));
+        own
+    }
+
+    /// Records the present state of a call: equal calls join it while it waits for an approval.
+    pub(crate) fn update_waiting(&self, call: &Call) {
+        let key = equality_key(call);
+        let mut waiting = self.waiting.lock();
+        let ids = waiting.entry(key.clone()).or_default();
+        ids.retain(|id| *id != call.id);
+        if call.waits_for_approval() {
+            ids.push(call.id.clone());
+        }
+        if ids.is_empty() {
+            waiting.remove(&key);
+        }
+    }
+
+    /// Returns every call that waits.
+    pub(crate) fn waiting_calls(&self) -> Vec<CallId> {
+        self.waiting.lock().values().flatten().cloned().collect()
+    }
+
+    /// Returns the waiting calls that equal this one, oldest first.
+    pub(crate) fn equal_calls(&self, call: &Call) -> Vec<CallId> {
+        self.waiting.lock().get(&equality_key(call)).cloned().unwrap_or_default()
+    }
+}
+
+/// Computes what makes two calls equal: caller, run, tool and requested arguments.
+fn equality_key(call: &Call) -> String {
+    let (origin, attributes) = (&call.origin, &call.origin.attributes);
+    let args = call.args.canonical_text();
+    let optional =
+        |text: &Option<String>| text.clone().map_or_else(String::new, |t| format!("={t}"));
+    let (user, session) = (optional(&attributes.user), optional(&attributes.session));
+    let environment = optional(&attributes.environment);
+    let mut hash = Sha256::new();
+    for part in [
+        call.project.as_str(),
+        &origin.agent,
+        origin.auth_method.as_str(),
+        &user,
+        &session,
+        &environment,
+        &call.run_id,
+        &call.tool_name,
+        &args,
+    ] {
+        // The length keeps the parts apart.
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    hex(&hash.finalize())
+}

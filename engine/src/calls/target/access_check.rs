@@ -1,0 +1,173 @@
+//! Checks the access rules again before an attempt starts, and when they change: a call that has
+//! become forbidden ends, one that needs an approval waits for it, and one that no longer needs it
+//! goes on.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use crate::calls::Dispatcher;
+use crate::calls::accept::approval_request::{RequiredApproval, rule_binding};
+use crate::calls::request::{ExecutedArguments, fit_to_schema};
+use crate::domain::access_rules::{AccessDecision, AskDecision, RuleAction};
+use crate::domain::call::{Call, Hold, Status, Target};
+use crate::domain::fault::{Error, Fault};
+use crate::domain::tool::Executor;
+use crate::lifecycle::Event;
+use crate::registry::AccessRequest;
+use crate::registry::catalog::{Catalog, CatalogEntry};
+
+impl Dispatcher {
+    /// Checks a call that has not started to run against the present rules. Returns true if it must
+    /// not start: it has ended, or waits for an approval.
+    pub(crate) async fn stop_if_not_allowed(self: &Arc<Self>, call: &Call) -> bool {
+        let caller = call.caller();
+        let is_checked = !caller.is_exempt_from_rules()
+            && call.status == Status::Pending
+            && call.target.executor != Executor::CALLER
+            && call.replaced_by().is_none();
+        if !is_checked {
+            return false;
+        }
+        let catalog = self.registry.catalog();
+        // The target is another tool if the call has fallen back to one.
+        if call.tool_name != call.target.tool {
+            let requested = AccessRequest { run_id: Some(&call.run_id), ..named(&call.tool_name) };
+            let decision = catalog.authorize(&caller, RuleAction::Invoke, &requested);
+            if decision.is_denied() {
+                return self.end_denied(call, &call.tool_name, decision).await;
+            }
+        }
+        let entry = catalog.find(&call.project, &call.target.tool);
+        let request = AccessRequest {
+            entry: entry.as_deref(),
+            args: Some(&call.target.args),
+            run_id: Some(&call.run_id),
+            now_ms: self.core.wall_ms(),
+            ..named(&call.target.tool)
+        };
+        match catalog.authorize(&caller, RuleAction::Invoke, &request) {
+            AccessDecision::Allowed => {
+                if let Some(approval_id) = call.pending_approval() {
+                    let event = Event::ApprovalWaived { approval_id: approval_id.to_owned() };
+                    self.advance_with_retry(&call.project, &call.id, event).await;
+                }
+                false
+            }
+            AccessDecision::Ask(ask) => {
+                self.hold_unless_approved(call, &catalog, entry.as_deref(), *ask).await
+            }
+            decision @ AccessDecision::Denied(_) => {
+                self.end_denied(call, &call.target.tool, decision).await
+            }
+        }
+    }
+
+    async fn end_denied(
+        self: &Arc<Self>,
+        call: &Call,
+        tool: &str,
+        decision: AccessDecision,
+    ) -> bool {
+        let fault = self.denial_fault(&call.caller(), tool, decision).await;
+        let event = Event::PermissionRevoked { fault };
+        self.advance_with_retry(&call.project, &call.id, event).await;
+        true
+    }
+
+    /// Holds a call for an approval, unless it has one for exactly its present form. Returns true if
+    /// the call must not start.
+    async fn hold_unless_approved(
+        self: &Arc<Self>,
+        call: &Call,
+        catalog: &Catalog,
+        entry: Option<&CatalogEntry>,
+        ask: AskDecision,
+    ) -> bool {
+        // A call in another state is checked when it is dispatched.
+        if !matches!(call.hold, Some(Hold::Queue | Hold::Retry { .. } | Hold::Approval { .. })) {
+            return false;
+        }
+        let target = match self.present_target(call, entry).await {
+            Ok(target) => target,
+            Err(fault) => {
+                let event = Event::PermissionRevoked { fault };
+                self.advance_with_retry(&call.project, &call.id, event).await;
+                return true;
+            }
+        };
+        let digest = rule_binding(catalog, call, target.as_ref().unwrap_or(&call.target), &ask);
+        let now_ms = self.core.wall_ms();
+        if let Some(approval) = call.approval.as_ref().filter(|own| own.digest == digest) {
+            let standing = approval.standing_id.as_deref();
+            let standing = standing.map(|id| self.approval_index.standing(id));
+            let holds = match standing {
+                Some(standing) => standing.is_some_and(|standing| standing.is_active(now_ms)),
+                None => approval.is_granted || call.waits_for_approval(),
+            };
+            if holds {
+                return false;
+            }
+        }
+        let required = RequiredApproval { ask, digest };
+        let build =
+            || self.build_approval(call, target.as_ref().unwrap_or(&call.target), required, now_ms);
+        match build().await {
+            Ok(approval) => {
+                let (approval, target) = (Box::new(approval), target.map(Box::new));
+                let event = Event::ApprovalRequired { approval, target };
+                self.advance_with_retry(&call.project, &call.id, event).await;
+            }
+            // The call is queued still, and the next dispatch asks again.
+            Err(error) => {
+                tracing::warn!(call = %call.id, %error, "an approval could not be requested");
+                self.requeue_later(call);
+            }
+        }
+        true
+    }
+
+    /// Returns the target in the tool's present form, if the tool has changed since the call was
+    /// accepted.
+    async fn present_target(
+        &self,
+        call: &Call,
+        entry: Option<&CatalogEntry>,
+    ) -> Result<Option<Target>, Fault> {
+        let Some(entry) = entry.filter(|entry| entry.version != call.target.version) else {
+            return Ok(None);
+        };
+        if !entry.input_schema.is_ready() {
+            entry.prepare_input().await;
+        }
+        let args = call.target.args.clone();
+        let value = Cow::Owned(args.to_value());
+        let given = ExecutedArguments { args, value };
+        match fit_to_schema(entry, given, &[], self.core.limits.max_args_bytes) {
+            Ok(args) => Ok(Some(self.build_target(entry, args))),
+            Err(Error::Refused { fault, .. }) => Err(fault),
+            Err(error @ Error::Internal(_)) => Err(Fault::runtime(error.to_string())),
+        }
+    }
+
+    /// Queues a call again after a moment.
+    fn requeue_later(self: &Arc<Self>, call: &Call) {
+        let (dispatcher, id) = (self.clone(), call.id.clone());
+        self.core.tasks.spawn(async move {
+            let again_ms = dispatcher.core.now_ms() + 1_000;
+            tokio::select! {
+                () = dispatcher.core.clock.sleep_until(again_ms) => {}
+                () = dispatcher.core.shutdown.cancelled() => return,
+            }
+            if let Some(entry) = dispatcher.open_calls.get(&id) {
+                let call = entry.call();
+                if matches!(call.hold, Some(Hold::Queue | Hold::Retry { .. })) {
+                    dispatcher.enqueue_call(&call);
+                }
+            }
+        });
+    }
+}
+
+fn named(tool: &str) -> AccessRequest<'_> {
+    AccessRequest::named(tool)
+}
