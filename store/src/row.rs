@@ -117,6 +117,18 @@ struct StoredCallEnvelope<'a> {
     backoff: Cow<'a, Backoff>,
 }
 
+impl<'a> StoredCallEnvelope<'a> {
+    /// Returns an origin that has the identity of the requester only.
+    fn take_identity(&mut self) -> Result<Origin, StoreError> {
+        caller_identity::restore(StoredIdentity {
+            subject_to_rules: self.subject_to_rules,
+            auth_method: self.auth_method.take(),
+            roles: self.roles.take(),
+            attributes: self.attributes.take(),
+        })
+    }
+}
+
 fn is_false(value: &bool) -> bool {
     !value
 }
@@ -398,7 +410,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
     let optional_number = |column: CallColumn| row.optional_unsigned(column as usize);
     let parse =
         |text: &str| Json::from_stored(text).map_err(|e| StoreError::Corrupt(e.to_string()));
-    let envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
+    let mut envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
     let state: StoredCallState<'_> = decode(&text(CallColumn::State)?)?;
     let args = parse(&text(CallColumn::Args)?)?;
     let status_text = text(CallColumn::Status)?;
@@ -462,14 +474,9 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
     Ok((number(CallColumn::Position)?, call))
 }
 
-fn decode_origin(envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreError> {
-    let identity = StoredIdentity {
-        subject_to_rules: envelope.subject_to_rules,
-        auth_method: envelope.auth_method,
-        roles: envelope.roles,
-        attributes: envelope.attributes,
-    };
-    let mut origin = Origin {
+fn decode_origin(mut envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreError> {
+    let identity = envelope.take_identity()?;
+    Ok(Origin {
         agent: envelope.agent.into_owned(),
         caller_call_id: envelope.call_id.map(Cow::into_owned),
         client_id: envelope.client_id.map(Cow::into_owned),
@@ -481,10 +488,8 @@ fn decode_origin(envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreError>
         callback_url: envelope.callback_url.map(Cow::into_owned),
         predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
         replaces: envelope.replaces.and_then(|id| id.parse().ok()),
-        ..Origin::default()
-    };
-    caller_identity::restore(identity, &mut origin)?;
-    Ok(origin)
+        ..identity
+    })
 }
 
 /// Decodes a hold. Earlier versions stored `input` and `after` as `queue`, so the state decides

@@ -98,7 +98,7 @@ impl Calls {
         reason: Option<String>,
     ) -> Result<Arc<Call>, Error> {
         if !caller.may_invoke() {
-            let message = "a provider's key cannot cancel calls";
+            let message = format!("a key with the role {} cannot cancel calls", caller.roles);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let call = self.find_controllable_call(caller, id).await?;
@@ -134,7 +134,8 @@ impl Calls {
         answers: Map<String, Value>,
     ) -> Result<Arc<Call>, Error> {
         if !caller.may_invoke() {
-            let message = "a provider's key cannot answer what a tool asks";
+            let message =
+                format!("a key with the role {} cannot answer what a tool asks", caller.roles);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         elicitation::check_answers_size(&answers)?;
@@ -247,7 +248,7 @@ impl Dispatcher {
         may_read.then_some(call).ok_or_else(|| call_not_found(id))
     }
 
-    /// Returns a call of the caller's project, from memory or from the store, whoever made it.
+    /// Returns a call of the caller's project, from memory or from the store.
     pub(crate) async fn find_project_call(
         &self,
         caller: &Caller,

@@ -80,7 +80,7 @@ impl Catalog {
         decide(rules, input, self.is_companion(request.tool))
     }
 
-    /// Returns true if the tool comes with all others: whoever may call any tool may call it.
+    /// Returns true if the tool comes with all others: a caller that may call any may call it.
     pub(crate) fn is_companion(&self, tool: &str) -> bool {
         tool == RESULT_READ && self.shared_tools.contains_key(tool)
     }
@@ -215,6 +215,11 @@ impl Registry {
                 caller.may_administer() && caller.auth_method != AuthMethod::Anonymous
             })
         })
+    }
+
+    /// Returns true if decisions about this caller can change with the time alone.
+    pub fn decides_by_time(&self, caller: &Caller) -> bool {
+        !caller.is_exempt_from_rules() && self.catalog().rules.uses_now(&caller.project)
     }
 
     /// Returns true if the access rules allow the caller to use this name, be it a tool or another

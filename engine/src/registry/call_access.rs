@@ -24,6 +24,12 @@ pub(crate) fn is_own_call(caller: &Caller, call: &Call) -> bool {
         && has_same_attributes(&caller.attributes, &call.origin.attributes)
 }
 
+/// Returns true if the run acts for the caller.
+fn is_own_run(caller: &Caller, run: &Run) -> bool {
+    run.owner.agent == caller.agent
+        && has_same_attributes(&caller.attributes, &run.owner.attributes)
+}
+
 impl Catalog {
     /// Returns true if the caller may read every call of its project.
     pub(crate) fn may_read_all_calls(&self, caller: &Caller) -> bool {
@@ -58,7 +64,7 @@ impl Catalog {
         let request = AccessRequest { run_id: Some(&run.id), ..AccessRequest::named("") };
         let properties = ToolProperties::None;
         run.project == caller.project
-            && (run.owner.agent == caller.agent
+            && (is_own_run(caller, run)
                 || self.authorize_with(caller, action, &request, properties).is_allowed())
     }
 }

@@ -6,6 +6,7 @@
 
 mod project_map;
 mod registration_checks;
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
@@ -102,6 +103,14 @@ impl CatalogEntry {
             output_schema: output.map(|schema| Schema::deferred(project, schema)),
             rules,
             definition,
+        }
+    }
+
+    /// Returns the definition as it is shown: with the risk that is in force.
+    pub fn shown_definition(&self) -> Cow<'_, ToolDefinition> {
+        match self.risk == self.definition.risk {
+            true => Cow::Borrowed(&self.definition),
+            false => Cow::Owned(ToolDefinition { risk: self.risk, ..self.definition.clone() }),
         }
     }
 
@@ -360,8 +369,8 @@ impl Catalog {
     /// Returns similar names of tools that the caller may call.
     pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
-        let names = tools.iter().map(|entry| entry.definition.name.as_str());
-        let allowed = names.filter(|name| self.may_call(caller, name));
+        let listed = tools.iter().filter(|entry| self.is_listed(caller, entry));
+        let allowed = listed.map(|entry| entry.definition.name.as_str());
         model_tool_names::suggest_similar(name, allowed).into_iter().map(str::to_owned).collect()
     }
 }
@@ -392,6 +401,18 @@ impl Registry {
         let allowed = |e: &Arc<CatalogEntry>| catalog.may_call(caller, &e.definition.name);
         let found = catalog.resolve(caller, name).filter(allowed);
         found.ok_or_else(|| tool_not_found(&catalog, caller, name))
+    }
+
+    /// Returns one tool, if it is listed for the caller.
+    pub fn listed_tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
+        let catalog = self.catalog();
+        let found = catalog.resolve(caller, name);
+        let listed = found.filter(|entry| {
+            let is_companion = catalog.is_companion(&entry.definition.name);
+            catalog.is_listed(caller, entry)
+                || is_companion && catalog.may_call(caller, &entry.definition.name)
+        });
+        listed.ok_or_else(|| tool_not_found(&catalog, caller, name))
     }
 
     /// Returns the timeout of a call whose tool and request set none.

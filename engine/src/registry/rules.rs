@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use crate::domain::access_rules::{
     AccessRule, RuleAction, RuleSetChange, RuleSetVersion, RuleVerdict,
 };
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::caller::Caller;
 use crate::domain::directory::DirectoryChange;
 use crate::domain::fault::{Code, Error};
 use crate::ports::core::from_store_error;
@@ -58,7 +58,8 @@ impl Admin {
         let project = rule.project.clone();
         let id = rule.id.clone();
         let summary = format!("{} {}", rule.verdict.as_str(), describe(&rule));
-        let words = ChangeWords { action: "rule.set", subject: &id, summary: &summary };
+        let subject = rule.as_short().map_or(id.as_str(), |(_, pattern)| pattern).to_owned();
+        let words = ChangeWords { action: "rule.set", subject: &subject, summary: &summary };
         self.change_rules(caller, &project, words, |catalog, present| {
             check_against_tools(catalog, std::slice::from_ref(&rule), "")?;
             let is_new = !present.iter().any(|present| present.id == rule.id);
@@ -170,7 +171,7 @@ impl Admin {
 
     /// Returns the rules of the caller's project.
     pub fn rules(&self, caller: &Caller) -> Result<RuleSet, Error> {
-        self.require_rule_reader(caller)?;
+        self.registry.require_auditor(caller)?;
         let catalog = self.registry.catalog();
         let directory = catalog.directory();
         let rules = directory.rules.iter().filter(|rule| rule.project == caller.project);
@@ -187,7 +188,7 @@ impl Admin {
 
     /// Returns the stored versions of the project's rules, newest first.
     pub async fn rule_versions(&self, caller: &Caller) -> Result<Vec<RuleSetVersion>, Error> {
-        self.require_rule_reader(caller)?;
+        self.registry.require_auditor(caller)?;
         let versions = self.core.store.rule_history().rule_versions(&caller.project).await;
         versions.map_err(from_store_error)
     }
@@ -206,13 +207,6 @@ impl Admin {
             lint::lint(&catalog, &project, &index)
         });
         linting.await.map_err(|error| Error::Internal(Box::new(error)))
-    }
-
-    /// Requires a caller that may read the rules: the operator, an admin or an auditor.
-    fn require_rule_reader(&self, caller: &Caller) -> Result<(), Error> {
-        let is_auditor =
-            caller.auth_method == AuthMethod::Key && caller.roles.contains(Role::Auditor);
-        if is_auditor { Ok(()) } else { self.registry.require_operator(caller, None) }
     }
 
     /// Decides a change on the present rules of a project and stores it. `decide` returns the rules

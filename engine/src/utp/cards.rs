@@ -31,7 +31,7 @@ impl Utp {
             let excerpt: String = card_id.chars().take(80).collect();
             Error::refused(Code::NotFound, format!("there is no card \"{excerpt}\""))
         };
-        // A tool service reads the cards of the calls that it executes, whoever made them.
+        // A tool service reads the cards of the calls that it executes.
         if let (false, Some((id, _))) = (caller.may_provide(), card::parse_derived_id(card_id)) {
             self.calls.call(caller, &id).await.map_err(|_| not_found())?;
         }

@@ -294,8 +294,7 @@ async fn only_the_recording_agent_can_record_and_answer_its_calls() {
     let refused =
         engine.runs().record_calls(&provider, RUN, vec![caller_call("my.own", "x")]).await;
     assert_eq!(refused.err().unwrap().code(), Code::PermissionDenied);
-    // By the caller's id bob finds no call of his; by the ticket he finds ada's, which he may not
-    // answer.
+    // Bob finds no call of his, neither by the caller's id nor by the ticket of ada's call.
     let answer = result("my.own", Ok(json("1")));
     let by_id = engine.runs().record_results(&bob, RUN, vec![answer.clone()]).await.err().unwrap();
     assert_eq!(by_id.code(), Code::NotFound);
@@ -303,7 +302,7 @@ async fn only_the_recording_agent_can_record_and_answer_its_calls() {
     let by_ticket = ReportedResult { tool_call_id: ticket, ..answer.clone() };
     let refused =
         engine.runs().record_results(&bob, RUN, vec![by_ticket.clone()]).await.err().unwrap();
-    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert_eq!(refused.code(), Code::NotFound, "like a call that does not exist");
     let report =
         toolcrib::calls::AttemptReport { attempt: None, client_id: None, result: Ok(json("1")) };
     let reported = engine.calls().report(&provider, &made[0].id, report).await;

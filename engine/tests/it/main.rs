@@ -15,6 +15,7 @@ mod limits;
 mod observer;
 mod rejoin;
 mod results;
+mod rules;
 mod runs;
 mod schema_cost;
 mod script;

@@ -312,9 +312,9 @@ async fn only_the_owner_or_an_admin_can_continue_a_run() {
     };
     let more = || vec![json!({ "role": "user", "content": "Send me the money." })];
     let refused = engine.runs().add_run_messages(&other, &id, more()).await.unwrap_err();
-    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert_eq!(refused.code(), Code::NotFound, "like a run that does not exist");
     let refused = engine.runs().resume_run(&other, &id).await.unwrap_err();
-    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert_eq!(refused.code(), Code::NotFound);
     let admin = Caller { roles: Role::Admin.into(), ..other };
     engine.runs().add_run_messages(&admin, &id, more()).await.unwrap();
     assert_eq!(wait_for_end(&engine, &id).await.answer.unwrap().text, "two");

@@ -35,6 +35,7 @@ mod policy;
 mod postgres;
 mod rejoin;
 mod results;
+mod rules;
 mod runs;
 mod seed;
 mod submitting;

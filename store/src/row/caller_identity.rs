@@ -38,21 +38,20 @@ pub(super) fn to_stored(origin: &Origin) -> StoredIdentity<'_> {
     }
 }
 
-/// Sets the identity of a call's origin.
-pub(super) fn restore(stored: StoredIdentity<'_>, origin: &mut Origin) -> Result<(), StoreError> {
+/// Returns an origin that has the identity of the requester only.
+pub(super) fn restore(stored: StoredIdentity<'_>) -> Result<Origin, StoreError> {
     let (auth_method, roles) = implied(stored.subject_to_rules);
-    origin.auth_method = match &stored.auth_method {
+    let auth_method = match &stored.auth_method {
         None => auth_method,
         Some(text) => AuthMethod::parse(text)
             .ok_or_else(|| StoreError::Corrupt(format!("auth_method {text}")))?,
     };
-    origin.roles = match &stored.roles {
+    let roles = match &stored.roles {
         None => roles,
         Some(text) if text.is_empty() => RoleSet::default(),
         Some(text) => text.parse().map_err(|()| StoreError::Corrupt(format!("roles {text}")))?,
     };
-    if let Some(attributes) = stored.attributes {
-        origin.attributes = Arc::new(attributes.into_owned());
-    }
-    Ok(())
+    let attributes = stored.attributes.map(|attributes| Arc::new(attributes.into_owned()));
+    let attributes = attributes.unwrap_or_default();
+    Ok(Origin { auth_method, roles, attributes, ..Origin::default() })
 }

@@ -119,7 +119,7 @@ impl From<&CatalogEntry> for ProjectToolBody {
             version: entry.version.clone(),
             executor: tool.executor.as_str(),
             effect: tool.effect.as_str(),
-            risk: tool.risk.as_str(),
+            risk: entry.risk.as_str(),
             timeout_ms: tool.timeout_ms,
         }
     }

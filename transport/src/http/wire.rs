@@ -115,6 +115,7 @@ impl ToolBody {
             available: Some(availability.is_available()),
             unavailable_reason: availability.problem,
             providers: availability.clients.into_iter().map(ToolClientBody::from).collect(),
+            risk: entry.risk.as_str().to_owned(),
             ..Self::new(&entry.definition, entry.version.clone())
         }
     }

@@ -189,7 +189,7 @@ impl ServerHandler for McpHandler {
     /// may call the tool.
     fn get_tool(&self, name: &str) -> Option<Tool> {
         let (engine, name) = (&self.shared().engine, self.view.qualified_tool_name(name));
-        to_mcp_tool(&engine.registry().tool(&self.view.caller, &name).ok()?.definition)
+        to_mcp_tool(&engine.registry().tool(&self.view.caller, &name).ok()?.shown_definition())
     }
 
     async fn call_tool(

@@ -176,7 +176,9 @@ impl ToolListCache {
         // list.
         let version = engine.registry().directory_version();
         let before = self.cached.lock().get(&key).cloned();
-        if let Some(list) = before.as_ref().filter(|list| list.version == version) {
+        // A rule on the time can change the list without a change of the directory.
+        let is_stable = !engine.registry().decides_by_time(caller);
+        if let Some(list) = before.as_ref().filter(|list| is_stable && list.version == version) {
             return list.clone();
         }
         let list = Arc::new(build_list(engine, caller, version, before.as_deref()));
@@ -208,8 +210,9 @@ fn build_list(
     };
     let mut tools: Vec<ToolListEntry> = Vec::new();
     for entry in engine.registry().tools(caller) {
-        let fresh =
-            || Some(ToolListEntry::new(Some(entry.clone()), to_mcp_tool(&entry.definition)?));
+        let fresh = || {
+            Some(ToolListEntry::new(Some(entry.clone()), to_mcp_tool(&entry.shown_definition())?))
+        };
         tools.extend(reuse(&entry).or_else(fresh));
     }
     for tool in builtin_tools::always_listed() {

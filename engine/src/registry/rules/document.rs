@@ -9,6 +9,7 @@ use super::condition::{ConditionError, RuleCondition};
 use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, check_pattern};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Effect, Risk};
+use crate::registry::keys::check_identifier;
 
 /// The fields of a rule.
 const FIELDS: [&str; 19] = [
@@ -96,6 +97,9 @@ pub fn parse_rule(
     let reader = RuleReader { fields, pointer };
     let verdict = reader.verdict()?;
     let (agent, pattern) = (reader.text("agent")?, reader.text("pattern")?);
+    if let Some(agent) = agent {
+        check_short_agent(&format!("{pointer}/agent"), agent)?;
+    }
     let written_id = reader.text("id")?;
     let short_id = || Some(AccessRule::short_id(agent?, pattern?, verdict));
     let id = match (id, written_id) {
@@ -189,6 +193,16 @@ fn parse_effect(text: &str) -> Option<Effect> {
 fn parse_risk(text: &str) -> Option<Risk> {
     let all = [Risk::Low, Risk::Medium, Risk::High, Risk::Critical];
     all.into_iter().find(|risk| risk.as_str() == text)
+}
+
+/// Checks the agent of the short form: the name of one agent, or `*`. Patterns are for `agents`.
+fn check_short_agent(pointer: &str, agent: &str) -> Result<(), Error> {
+    check_identifier("agent", agent).map_err(|error| invalid_at(pointer, error.to_string()))?;
+    if agent.contains('*') && agent != "*" {
+        let message = "agent must be the name of one agent, or * for all; agents takes patterns";
+        return Err(invalid_at(pointer, message));
+    }
+    Ok(())
 }
 
 /// Checks the id of a rule: visible ASCII characters.

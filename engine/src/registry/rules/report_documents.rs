@@ -1,5 +1,5 @@
-//! The written form of requests about rules and of their results: explain, lint, rehearse, versions.
-//! HTTP and the command line share it.
+//! The written form of requests about rules and of their results: explain, lint, rehearse and
+//! versions. HTTP and the command line share it.
 
 use serde_json::{Map, Value, json};
 

@@ -18,8 +18,8 @@ use crate::config::rules::read_rules_file;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-A rule has conditions and a verdict. An absent condition matches everything; * in a pattern stands for
-any characters. Deny takes precedence over ask, ask over allow.
+A rule has conditions and a verdict. An absent condition matches everything; * in a pattern stands
+for any characters. Deny takes precedence over ask, ask over allow.
 
 Examples:
   toolcrib rules

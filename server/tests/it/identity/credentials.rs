@@ -336,6 +336,37 @@ async fn an_auditor_reads_what_an_agent_may_not() {
 }
 
 #[tokio::test]
+async fn a_server_that_starts_in_the_past_counts_on_from_the_recorded_time() {
+    let mut server = process::Server::new();
+    let run = |server: &process::Server, arguments: &[&str]| {
+        let output = server.command(arguments).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    run(&server, &["keys", "create", "--agent", "operator", "--role", "admin"]);
+    let key = run(&server, &["keys", "create", "--agent", "ada", "--expires", "1h"]);
+    server.start().await;
+    let api = Api::new(&format!("127.0.0.1:{}", server.port)).key(&key);
+    api.get("/v1/tools").await.is(200);
+    let database = || rusqlite::Connection::open(server.database()).unwrap();
+    let recorded = || {
+        let sql = "SELECT value FROM counters WHERE name = 'latest_time_ms'";
+        database().query_row(sql, [], |row| row.get::<_, i64>(0)).unwrap()
+    };
+    until("the time to be recorded", || async { (recorded() > 0).then_some(()) }).await;
+    // The machine ran for two more hours, then its clock was set back.
+    let later = recorded() + 2 * 3_600_000;
+    server.kill();
+    let connection = rusqlite::Connection::open(server.database()).unwrap();
+    connection
+        .execute("UPDATE counters SET value = ?1 WHERE name = 'latest_time_ms'", [later])
+        .unwrap();
+    drop(connection);
+    server.start().await;
+    api.get("/v1/tools").await.refused(401, "UNAUTHENTICATED");
+}
+
+#[tokio::test]
 async fn sign_ins_are_audited_once_and_failures_within_a_limit() {
     let server = Server::start().await;
     let admin = server.keyed("default", "boss", "admin", &[]).await;

@@ -2,6 +2,7 @@
 
 use jsonwebtoken::{Algorithm, EncodingKey, Header, encode};
 use serde_json::{Value, json};
+use toolcrib_server::config::OauthSettings;
 
 use crate::support::mcp::Mcp;
 use crate::support::{Server, until};
@@ -48,17 +49,22 @@ async fn start_server() -> (Server, tempfile::TempDir) {
 }
 
 async fn start_server_with_default(project: Option<&str>) -> (Server, tempfile::TempDir) {
+    start_server_with(|oauth| oauth.default_project = project.map(str::to_owned)).await
+}
+
+async fn start_server_with(change: impl FnOnce(&mut OauthSettings)) -> (Server, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("jwks.json");
     std::fs::write(&file, jwks().to_string()).unwrap();
     let server = Server::with(|config| {
-        config.auth.oauth = Some(toolcrib_server::config::OauthSettings {
+        let mut oauth = OauthSettings {
             issuer: ISSUER.to_owned(),
             resource: RESOURCE.to_owned(),
             jwks_file: Some(file),
-            default_project: project.map(str::to_owned),
             ..Default::default()
-        });
+        };
+        change(&mut oauth);
+        config.auth.oauth = Some(oauth);
     })
     .await;
     (server, directory)
@@ -100,6 +106,66 @@ async fn a_token_authenticates_its_subject_on_every_transport() {
     let eve = server.with_key(&sign_token(TRUSTED_KEY, "ours", &eve));
     eve.get(&format!("/v1/tool_calls/{id}")).await.refused(404, "NOT_FOUND");
     ada.get("/v1/keys").await.refused(403, "PERMISSION_DENIED");
+}
+
+#[tokio::test]
+async fn claims_map_to_roles_and_attributes() {
+    let (server, _keys) = start_server_with(|oauth| {
+        oauth.roles_claim = Some("roles".to_owned());
+        oauth.groups_claim = Some("groups".to_owned());
+        oauth.user_claim = Some("email".to_owned());
+        oauth.session_claim = Some("sid".to_owned());
+        oauth.environment_claim = Some("env".to_owned());
+        oauth.tools_claim = Some("tools".to_owned());
+    })
+    .await;
+    let api = |change: &dyn Fn(&mut Value)| {
+        server.with_key(&sign_token(TRUSTED_KEY, "ours", &claims(change)))
+    };
+    let admin = api(&|c| c["roles"] = json!(["admin"]));
+    // Only a caller with all of these attributes matches.
+    let rule = json!({ "verdict": "allow", "agents": ["ada"], "groups": ["eng"],
+        "users": ["bob@example.com"], "sessions": ["s1"], "environments": ["test"] });
+    admin.put("/v1/rules/all", rule).await.is(200);
+    let full = |c: &mut Value| {
+        c["groups"] = json!(["ops", "eng"]);
+        c["email"] = json!("bob@example.com");
+        (c["sid"], c["env"]) = (json!("s1"), json!("test"));
+    };
+    let names = async |api: &crate::support::Api| {
+        let list = api.get("/v1/tools").await.is(200);
+        let tools = list["tools"].as_array().unwrap().clone();
+        tools.into_iter().map(|tool| tool["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert!(names(&api(&full)).await.contains(&"calculation.eval".to_owned()));
+    for claim in ["groups", "email", "sid", "env"] {
+        let without = api(&|c| {
+            full(c);
+            c.as_object_mut().unwrap().remove(claim);
+        });
+        assert_eq!(names(&without).await, Vec::<String>::new(), "without {claim}");
+    }
+    let limited = api(&|c| {
+        full(c);
+        c["tools"] = json!("calculation.* weather.query");
+    });
+    let listed = names(&limited).await;
+    assert!(listed.contains(&"calculation.eval".to_owned()), "{listed:?}");
+    assert!(!listed.contains(&"database.query".to_owned()), "{listed:?}");
+    let both = api(&|c| c["roles"] = json!("auditor agent"));
+    both.get("/v1/keys").await.is(200);
+    both.user("eve").get("/v1/tools").await.refused(403, "PERMISSION_DENIED");
+    let wrong: [(&str, Value); 5] = [
+        ("roles", json!(["king"])),
+        ("roles", json!([])),
+        ("groups", json!([1])),
+        ("email", json!("two words")),
+        ("tools", json!({ "a": 1 })),
+    ];
+    for (claim, value) in wrong {
+        let refused = api(&|c| c[claim] = value.clone()).get("/v1/tools").await;
+        refused.refused(401, "UNAUTHENTICATED");
+    }
 }
 
 #[tokio::test]

@@ -157,3 +157,29 @@ async fn an_unreachable_server_ends_the_command_with_code_4() {
     let ended = soon("the end", client.child.wait()).await.unwrap();
     assert_eq!(ended.code(), Some(4), "not reachable");
 }
+
+#[tokio::test]
+async fn a_process_on_the_data_directory_ends_when_its_key_is_revoked() {
+    let server = Server::new();
+    let run = |arguments: &[&str]| {
+        let output = server.command(arguments).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    run(&["keys", "create", "--agent", "operator", "--role", "admin", "--json"]);
+    let network = ["--network", "127.0.0.1"];
+    let create = ["keys", "create", "--agent", "ada", "--allow", "*", "--json"];
+    let key = run(&[&create[..], &network].concat());
+    let data_dir = server.data_dir();
+    let directory = data_dir.to_str().unwrap();
+    let mut client =
+        StdioClient::start(&["--data-dir", directory, "--key", key["key"].as_str().unwrap()]);
+    let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
+        "clientInfo": { "name": "test", "version": "1" } });
+    let hello = client.request(1, "initialize", params).await;
+    assert_eq!(hello["result"]["serverInfo"]["name"], "toolcrib", "{hello}");
+    run(&["keys", "revoke", key["id"].as_str().unwrap(), "--json"]);
+    let end = async { while client.output.next_line().await.unwrap().is_some() {} };
+    soon("the process to end", end).await;
+    assert!(!client.child.wait().await.unwrap().success());
+}

@@ -20,20 +20,21 @@ const MCP_METHODS: &[(&str, &str, &str)] = &[
     ("ping", "ping", "UAAAAAAA"),
     ("discover", "server/discover", "UAAAAAAA"),
     ("list_tools", "tools/list", "UAAAAAAA"),
-    ("call_tool", "tools/call", "UAEEEAAA"),
-    ("get_task", "tasks/get", "UAAAAAAA"),
-    ("update_task", "tasks/update", "UAEEEAAA"),
+    ("call_tool", "tools/call", "UADDDAAA"),
+    ("get_task", "tasks/get", "UAEAAAAA"),
+    // An update without answers only reads the task.
+    ("update_task", "tasks/update", "UAEAAAAA"),
     ("cancel_task", "tasks/cancel", "UAEEEAAA"),
     ("list_resources", "resources/list", "UAAAAAAA"),
     ("list_resource_templates", "resources/templates/list", "UAAAAAAA"),
     ("read_resource", "resources/read", "UEEEEEEE"),
     ("list_prompts", "prompts/list", "UAAAAAAA"),
     ("get_prompt", "prompts/get", "UEEEEEEE"),
-    ("complete", "completion/complete", "UEEEEEEE"),
+    ("complete", "completion/complete", "UAAAAAAA"),
     ("listen", "subscriptions/listen", "UAAAAAAA"),
     ("on_custom_request", "toolcrib/none", "UEEEEEEE"),
     ("set_level", "logging/setLevel", "UAAAAAAA"),
-    ("subscribe", "resources/subscribe", "UEEEEEEE"),
+    ("subscribe", "resources/subscribe", "UAAAAAAA"),
     ("unsubscribe", "resources/unsubscribe", "UAAAAAAA"),
 ];
 
@@ -52,21 +53,21 @@ const WS_MESSAGES: &[(&str, &str)] = &[
 /// keys, and in a project that does not exist. A cell is `ok` or the code of the error.
 const NATS_SUBJECTS: &[(&str, &str)] = &[
     ("agent.ada.ack", "ok ok ok"),
-    ("agent.ada.dispatch", "ok ok ok"),
-    ("agent.ada.finish", "ok ok ok"),
+    ("agent.ada.dispatch", "not_found conflict not_found"),
+    ("agent.ada.finish", "not_found conflict not_found"),
     ("agent.ada.inbox", "ok ok ok"),
-    ("agent.ada.lease", "ok ok ok"),
-    ("agent.ada.renew", "ok ok ok"),
-    ("agent.ada.resume", "ok ok ok"),
-    ("agent.ada.stop", "ok ok ok"),
-    ("agent.ada.suspend", "ok ok ok"),
-    ("agent.ada.turn", "ok ok ok"),
+    ("agent.ada.lease", "ok conflict not_found"),
+    ("agent.ada.renew", "ok conflict not_found"),
+    ("agent.ada.resume", "conflict conflict not_found"),
+    ("agent.ada.stop", "ok ok not_found"),
+    ("agent.ada.suspend", "conflict conflict not_found"),
+    ("agent.ada.turn", "ok ok not_found"),
     ("sys.cards.follow", "ok ok ok"),
-    ("sys.cards.get", "ok ok ok"),
-    ("sys.cards.put", "ok ok ok"),
-    ("sys.l0.dead_letter", "ok ok ok"),
-    ("sys.l0.report", "ok ok ok"),
-    ("sys.l0.reports", "ok ok ok"),
+    ("sys.cards.get", "not_found not_found not_found"),
+    ("sys.cards.put", "bad_request bad_request not_found"),
+    ("sys.l0.dead_letter", "bad_request bad_request not_found"),
+    ("sys.l0.report", "bad_request bad_request bad_request"),
+    ("sys.l0.reports", "bad_request bad_request bad_request"),
 ];
 
 /// Returns the words that a line of the source has between these texts.
@@ -122,7 +123,10 @@ async fn mcp_cell(fixture: &Fixture, api: &Api, method: &str) -> char {
     if matches!(method, "initialize" | "notifications/initialized") {
         return 'A';
     }
-    let params = mcp_params(fixture, method);
+    let mut params = mcp_params(fixture, method);
+    if method == "tasks/cancel" {
+        params["taskId"] = fixture.callers[1].invoke("a.tool", json!({})).await.into();
+    }
     if method == "subscriptions/listen" {
         assert_eq!(client.revision, MODERN);
         return letter(client.request(method, params).send().await.unwrap().status().as_u16());
@@ -178,7 +182,6 @@ async fn ws_cell(fixture: &Fixture, api: &Api, kind: &str) -> char {
             "status": "SUCCEEDED", "result": 1, "message": "x", "confirm": true,
             "decisions": [{ "approval_id": "apr_none", "verdict": "approve" }] }))
         .await;
-    socket.send(json!({ "type": "ping" })).await;
     let answer = socket.receive().await;
     if answer["type"] == "error" { 'E' } else { 'A' }
 }
@@ -223,7 +226,8 @@ async fn every_nats_subject_answers_every_caller_as_expected() {
     let server = nats.server().await;
     let peer = nats.peer().await;
     let body = json!({ "agent_turn_id": "turn_none", "turn_epoch": 1, "card_ids": ["card_none"],
-        "target": "t", "inbox": "_INBOX.x", "calls": [], "reports": [], "card": {}, "items": [] });
+        "target": "t", "inbox": "_INBOX.x", "reports": [], "card": {}, "inbox_ids": [],
+        "calls": [{ "tool_call_id": "c", "tool_name": "calculation.eval", "arguments": {} }] });
     let entry = json!({ "worker_target": "w" });
     server.operator().put("/v1/agents/ada", entry).await.is(200);
     let ask = async |project: &str, subject: &str| {

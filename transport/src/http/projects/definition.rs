@@ -141,7 +141,10 @@ pub(super) fn validate(
             _ => text_field(fields, "after_execution")?,
         },
         effect: typed_field(fields, "effect")?.unwrap_or(usual),
-        risk: typed_field(fields, "risk")?.unwrap_or_default(),
+        risk: match typed_field(fields, "risk")? {
+            Some(risk) => risk,
+            None => typed_field(fields, "risk_level")?.unwrap_or_default(),
+        },
         background: typed_field(fields, "async")?.unwrap_or(false),
         rejoin: typed_field(fields, "rejoin")?,
         output_schema: fields.get("output_schema").filter(|s| !s.is_null()).map(Json::from_value),

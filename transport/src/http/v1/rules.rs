@@ -1,4 +1,4 @@
-//! Access rules. Requires an admin key, or the operator on the local machine; an auditor reads them.
+//! Access rules. Requires an admin key, or the operator on the local machine; auditors read them.
 //!
 //! The engine reads and writes the documents, because files and the configuration have the same
 //! form; the structs here describe them in the OpenAPI document.
@@ -111,10 +111,10 @@ pub(super) async fn put_all(
         admin.replace_rules(&caller, &caller.project, set, &summary).await?;
         return Ok(Json(rules::render_rule_set(&admin.rules(&caller)?)));
     }
-    if body.get("agent").is_none() || body.get("pattern").is_none() {
+    if ["agent", "pattern", "verdict"].iter().any(|field| body.get(field).is_none()) {
         let message = "send rules (a whole set), or agent, pattern and verdict (the short form); \
                        PUT /v1/rules/{id} sets one rule";
-        return Err(Error::refused(Code::ValidationError, message).into());
+        return Err(Error::refused(Code::BadRequest, message).into());
     }
     let rule = rules::parse_rule(&caller.project, None, &body, "")?;
     admin.set_rule(&caller, rule).await?;

@@ -105,7 +105,7 @@ pub(super) async fn show(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(name): NamePath,
 ) -> Result<Json<ToolBody>, ApiError> {
-    let entry = state.engine.registry().tool(&caller, &name)?;
+    let entry = state.engine.registry().listed_tool(&caller, &name)?;
     Ok(Json(ToolBody::with_availability(&state.engine, &caller, &entry)))
 }
 

@@ -126,8 +126,8 @@ fn describe(
     }
     let mut described = Vec::new();
     for name in &args.names {
-        let entry = shared.engine.registry().tool(&view.caller, name).map_err(into_fault)?;
-        let tool = definition::to_mcp_tool(&entry.definition);
+        let entry = shared.engine.registry().listed_tool(&view.caller, name).map_err(into_fault)?;
+        let tool = definition::to_mcp_tool(&entry.shown_definition());
         described.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
     }
     let value = json!({ "tools": described });
