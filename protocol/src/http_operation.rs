@@ -4,7 +4,6 @@
 pub mod destination;
 pub mod host_allowlist;
 pub mod jina;
-pub mod redaction;
 mod request;
 
 #[cfg(test)]
@@ -15,8 +14,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::domain::fault::{Code, Fault};
 
-pub use request::OperationRequest;
 use request::percent_encode;
+pub use request::{OperationRequest, missing_secret_fault};
 
 /// One operation of an HTTP API.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -33,10 +32,10 @@ pub struct HttpOperation {
     pub parameters: Vec<Parameter>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub body: Option<RequestBodySpec>,
-    /// Headers that are always sent.
+    /// Headers that are always sent. A value `env:NAME` or `file:/path` is a reference to a secret.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub headers: BTreeMap<String, String>,
-    /// Credentials, by the names of environment variables.
+    /// Credentials, by the names of environment variables or by references to secrets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub auth: Vec<OperationAuth>,
     /// True if the request is sent without credentials when their variables are not set.

@@ -153,8 +153,10 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     let engine = builder.start().await?;
     apply_configured_rules(&engine, config).await?;
     let nats = link.map(|link| toolcrib_transport::nats::start(engine.clone(), link));
-    let (configured, settings) = (config.mcp.clone(), config.mcp_servers.clone());
-    let reconciler = McpServerReconciler::start(engine.clone(), upstreams, configured, settings);
+    let (configured, admission) = (config.mcp.clone(), config.mcp_servers.clone());
+    let secrets = settings::secret_policy(config)?;
+    let reconciler =
+        McpServerReconciler::start(engine.clone(), upstreams, configured, admission, secrets);
     let rows = toolcrib_transport::postgres_reports::start(engine.clone());
     Ok(ServerRuntime {
         engine,
@@ -244,7 +246,8 @@ fn mcp_transport_settings(config: &Config) -> mcp::McpTransportSettings {
 
 /// Builds the source that calls HTTP APIs.
 pub fn build_http_source(config: &Config) -> anyhow::Result<HttpSource> {
-    HttpSource::new(config.http.clone()).map_err(|reason| anyhow::anyhow!("http.{reason}"))
+    let secrets = settings::secret_policy(config)?;
+    HttpSource::new(config.http.clone(), secrets).map_err(|reason| anyhow::anyhow!("http.{reason}"))
 }
 
 /// Returns the built-in tools that the settings enable.

@@ -27,6 +27,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::domain::retry::{Backoff, ExecutionPolicy, ExecutionPolicyPatch};
 use toolcrib::domain::tool::Fallback;
+use toolcrib_protocol::secrets::SecretRule;
 use toolcrib_sources::builtin::{DatabaseSettings, WeatherSettings};
 use toolcrib_sources::http::HttpSettings;
 
@@ -99,6 +100,8 @@ pub struct Config {
     pub llm: LlmSettings,
     /// Tools that are operations of HTTP APIs.
     pub http: HttpSettings,
+    /// Secrets that tools may use by reference: `[[secrets]]`. By default none.
+    pub secrets: Vec<SecretRule>,
     /// Traces and metrics.
     pub telemetry: TelemetrySettings,
     /// The file that was read. Not a setting.
@@ -133,6 +136,7 @@ impl Default for Config {
             mcp_servers: McpServerAdmissionSettings::default(),
             llm: LlmSettings::default(),
             http: HttpSettings::default(),
+            secrets: Vec::new(),
             telemetry: TelemetrySettings::default(),
             file: None,
         }

@@ -16,6 +16,7 @@ use toolcrib::domain::directory::Upstream;
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::{Caller, Engine};
 use toolcrib_protocol::outbound::OutboundPolicy;
+use toolcrib_protocol::secrets::SecretPolicy;
 use toolcrib_sources::mcp::{McpServerSettings, McpSource, UpstreamPhase, UpstreamRegistry};
 
 use crate::config::McpServerAdmissionSettings;
@@ -83,6 +84,8 @@ pub struct McpServerReconciler {
     /// Upstreams from the configuration file.
     configured: Vec<McpServerSettings>,
     settings: McpServerAdmissionSettings,
+    /// Secrets that the settings of a server may name.
+    secrets: SecretPolicy,
     task: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -94,10 +97,11 @@ impl McpServerReconciler {
         upstreams: Arc<McpSource>,
         configured: Vec<McpServerSettings>,
         settings: McpServerAdmissionSettings,
+        secrets: SecretPolicy,
     ) -> Arc<Self> {
         upstreams.set_registry(Arc::new(EngineUpstreamRegistry(engine.clone())));
         let task = Mutex::default();
-        let reconciler = Arc::new(Self { engine, upstreams, configured, settings, task });
+        let reconciler = Arc::new(Self { engine, upstreams, configured, settings, secrets, task });
         let following = Arc::downgrade(&reconciler);
         let (engine, upstreams) = (reconciler.engine.clone(), reconciler.upstreams.clone());
         reconciler.reconcile();

@@ -2,8 +2,8 @@
 //!
 //! Definitions come from callers, so a definition never decides where the server connects to: the
 //! host must be on the operator's allowlist, the address it resolves to must not be private, and a
-//! response cannot redirect the request to another host. Secrets are read from the environment
-//! here, at the moment of use, and redacted from every response.
+//! response cannot redirect the request to another host. Secrets are read here, at the moment of
+//! use, and redacted from every response.
 
 mod client;
 mod response;
@@ -26,10 +26,11 @@ use toolcrib::domain::tool::{Executor, ToolDefinition, args};
 use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use toolcrib_protocol::http_operation::destination::DestinationRules;
 use toolcrib_protocol::http_operation::jina::{self, JinaEndpoints};
-use toolcrib_protocol::http_operation::redaction::SecretRedactor;
 use toolcrib_protocol::http_operation::{
-    HttpToolSpec, OperationRequest, bad_request_fault, seconds_to_ms,
+    HttpToolSpec, OperationRequest, bad_request_fault, missing_secret_fault, seconds_to_ms,
 };
+use toolcrib_protocol::secrets::redaction::SecretRedactor;
+use toolcrib_protocol::secrets::{SecretPolicy, SecretReference};
 
 /// Tools that are operations of HTTP APIs.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
@@ -100,6 +101,8 @@ impl Default for JinaSettings {
 
 /// Executes tools by calling HTTP APIs.
 pub struct HttpSource {
+    /// Secrets that each tool may use.
+    secrets: SecretPolicy,
     destinations: DestinationRules,
     jina_endpoints: JinaEndpoints,
     settings: HttpSettings,
@@ -109,12 +112,13 @@ pub struct HttpSource {
 
 impl HttpSource {
     /// Creates the source, or returns an error message about the settings.
-    pub fn new(settings: HttpSettings) -> Result<Self, String> {
+    pub fn new(settings: HttpSettings, secrets: SecretPolicy) -> Result<Self, String> {
         let endpoints = JinaEndpoints::parse(&settings.jina.search_url, &settings.jina.reader_url)?;
         let destinations = settings.destination_rules()?;
         let upstream =
             HttpApiClient::new(destinations.outbound().clone(), settings.max_response_bytes);
         Ok(Self {
+            secrets,
             destinations,
             jina_endpoints: endpoints,
             settings,
@@ -123,8 +127,13 @@ impl HttpSource {
         })
     }
 
-    /// Returns the value of a variable that a definition may name, if it is set and not empty.
-    fn read_variable(&self, name: &str) -> Option<String> {
+    /// Returns the value of a variable or of a reference to a secret that the definition of a tool
+    /// may name, if it is set and not empty.
+    fn read_variable(&self, tool: &str, name: &str) -> Option<String> {
+        if let Some(reference) = SecretReference::parse(name) {
+            let secret = self.secrets.read(tool, &reference);
+            return secret.inspect_err(|reason| tracing::warn!(tool, why = reason)).ok();
+        }
         let mut patterns = self.settings.allow_envs.iter();
         if !patterns.any(|pattern| access_rules::pattern_matches(pattern, name)) {
             tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
@@ -135,26 +144,33 @@ impl HttpSource {
 
     /// Returns the value of a variable that a definition of a Jina tool may name: one that any
     /// definition may name, or the variable of Jina's key if the request goes to Jina.
-    fn read_jina_variable(&self, name: &str) -> Option<String> {
+    fn read_jina_variable(&self, tool: &str, name: &str) -> Option<String> {
         match name {
             jina::DEFAULT_KEY_VARIABLE => read_operator_variable(name),
-            other => self.read_variable(other),
+            other => self.read_variable(tool, other),
         }
     }
 
-    fn build_request(&self, options: &Value, args: &Json) -> Result<OperationRequest, Fault> {
+    fn build_request(
+        &self,
+        tool: &str,
+        options: &Value,
+        args: &Json,
+    ) -> Result<OperationRequest, Fault> {
         let plan = HttpToolSpec::from_options(options).map_err(bad_request_fault)?;
         let Value::Object(mut args) = args.to_value() else {
             return Err(bad_request_fault("the arguments must be an object"));
         };
         let mut secrets = SecretRedactor::default();
-        self.insert_env_args(&plan, options, &mut args, &mut secrets);
+        self.insert_env_args(tool, &plan, options, &mut args, &mut secrets);
+        self.resolve_fixed_args(tool, options, &mut args, &mut secrets)?;
         let request = match &plan {
             HttpToolSpec::Http(operation) => {
-                operation.build_request(&args, secrets, &|name: &str| self.read_variable(name))
+                let look = |name: &str| self.read_variable(tool, name);
+                operation.build_request(&args, secrets, &look)
             }
             HttpToolSpec::Jina => {
-                let look = |name: &str| self.read_jina_variable(name);
+                let look = |name: &str| self.read_jina_variable(tool, name);
                 jina::build_request(options, &self.jina_endpoints, &args, secrets, &look)
             }
         }?;
@@ -166,6 +182,7 @@ impl HttpSource {
     /// definition's.
     fn insert_env_args(
         &self,
+        tool: &str,
         plan: &HttpToolSpec,
         options: &Value,
         args: &mut Map<String, Value>,
@@ -178,7 +195,7 @@ impl HttpSource {
         let mut envs = args::parse_env_arguments(options);
         envs.retain(|arg, _| !operator_envs.contains_key(arg));
         let of_definition = envs.into_iter().map(|(arg, name)| {
-            let value = self.read_variable(&name);
+            let value = self.read_variable(tool, &name);
             (arg, name, value)
         });
         let of_operator = operator_envs.into_iter().map(|(arg, name)| {
@@ -196,6 +213,31 @@ impl HttpSource {
         }
     }
 
+    /// Replaces fixed arguments that are references to secrets. The stored arguments have the
+    /// reference. An argument of the caller is never one: callers name no secrets.
+    fn resolve_fixed_args(
+        &self,
+        tool: &str,
+        options: &Value,
+        args: &mut Map<String, Value>,
+        secrets: &mut SecretRedactor,
+    ) -> Result<(), Fault> {
+        for (arg, fixed) in options["args"]["fixed"].as_object().into_iter().flatten() {
+            let Some(name) = fixed.as_str().filter(|text| SecretReference::parse(text).is_some())
+            else {
+                continue;
+            };
+            // Only if the fixed value was applied.
+            if args.get(arg) == Some(fixed) {
+                let secret = self.read_variable(tool, name);
+                let secret = secret.ok_or_else(|| missing_secret_fault(name))?;
+                secrets.add(&secret);
+                args.insert(arg.clone(), Value::String(secret));
+            }
+        }
+        Ok(())
+    }
+
     fn check_destination(&self, url: &Url) -> Result<(), Fault> {
         self.destinations.check(url).map_err(|forbidden| {
             let fault = Fault::new(Code::PermissionDenied, forbidden.message);
@@ -211,7 +253,8 @@ impl HttpSource {
         let Some(command) = &attempt.command else {
             return Err(Fault::new(Code::Internal, "the definition is gone").without_side_effect());
         };
-        let request = self.build_request(&command.binding.options.to_value(), &attempt.args)?;
+        let options = command.binding.options.to_value();
+        let request = self.build_request(&attempt.tool, &options, &attempt.args)?;
         let requested_ms = request.timeout_s.map(seconds_to_ms);
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
         let left_ms = attempt.deadline_ms.saturating_sub(now_ms);

@@ -27,7 +27,7 @@ use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
-use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
+use toolcrib::ports::source::{Attempt, AttemptProgress, ProgressSink, Source, StartResult};
 
 pub use crate::mcp::connection::server_requests::UpstreamChange;
 pub use crate::mcp::offered_tools::ToolChange;
@@ -44,6 +44,7 @@ use oauth::{Authorizer, SharedPublicBaseUrl};
 use upstream::UpstreamServer;
 
 use toolcrib_protocol::outbound::OutboundPolicy;
+use toolcrib_protocol::secrets::redaction::StreamRedactor;
 
 /// Capacity of the channel of changes to resources and prompts.
 const CHANGE_CHANNEL_CAPACITY: usize = 256;
@@ -301,6 +302,49 @@ fn status_of(upstream: &UpstreamServer) -> UpstreamStatus {
     }
 }
 
+/// Redacts the secrets of an upstream in the progress of an attempt, also if one is split between
+/// two messages.
+fn redact_progress(progress: ProgressSink, upstream: &Arc<UpstreamServer>) -> ProgressSink {
+    let (upstream, stream) = (upstream.clone(), Mutex::new(StreamRedactor::default()));
+    Arc::new(move |mut report: AttemptProgress| {
+        let secrets = upstream.result_secrets();
+        if !secrets.is_empty() {
+            if let Some(message) = &mut report.message {
+                *message = stream.lock().redact_part(&secrets, message);
+            }
+            if let Some(data) = &mut report.data {
+                secrets.redact_json(data);
+            }
+        }
+        progress(report);
+    })
+}
+
+/// Redacts the secrets of an upstream in everything that an attempt returns.
+fn redact_result(started: StartResult, upstream: Arc<UpstreamServer>) -> StartResult {
+    match started {
+        StartResult::Finished(result) => {
+            let secrets = upstream.result_secrets();
+            StartResult::Finished(match result {
+                Ok(document) => Ok(secrets.redact_document(document)),
+                Err(fault) => Err(secrets.redact_fault(fault)),
+            })
+        }
+        StartResult::NeedsInput(mut request) => {
+            let secrets = upstream.result_secrets();
+            for question in request.questions.values_mut() {
+                secrets.redact_json(question);
+            }
+            StartResult::NeedsInput(request)
+        }
+        StartResult::Detached { handle, rest } => {
+            let rest = Box::pin(async move { redact_result(rest.await, upstream) });
+            StartResult::Detached { handle, rest }
+        }
+        StartResult::Accepted => StartResult::Accepted,
+    }
+}
+
 #[async_trait]
 impl Source for McpSource {
     fn executor(&self) -> Executor {
@@ -318,9 +362,11 @@ impl Source for McpSource {
             return StartResult::Finished(Err(fault.retryable(false)));
         };
         let running = upstream.register_attempt(&attempt);
+        let progress = redact_progress(progress, &upstream);
+        let server = upstream.clone();
         let started = UpstreamAttempt { upstream, attempt, progress, running }.run().await;
         CALLS.count(&started);
-        started
+        redact_result(started, server)
     }
 
     fn unavailable_reason(&self, project: &str, tool: &str) -> Option<String> {

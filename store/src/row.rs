@@ -410,7 +410,7 @@ pub(crate) fn read_call(row: &impl RowReader) -> Result<(u64, Call), StoreError>
     let optional_number = |column: CallColumn| row.optional_unsigned(column as usize);
     let parse =
         |text: &str| Json::from_stored(text).map_err(|e| StoreError::Corrupt(e.to_string()));
-    let mut envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
+    let envelope: StoredCallEnvelope<'_> = decode(&text(CallColumn::Envelope)?)?;
     let state: StoredCallState<'_> = decode(&text(CallColumn::State)?)?;
     let args = parse(&text(CallColumn::Args)?)?;
     let status_text = text(CallColumn::Status)?;

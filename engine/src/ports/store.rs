@@ -224,6 +224,17 @@ pub struct PurgeResult {
 /// Stores calls, their history and the directory.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
+    /// Returns the entries of the audit log, newest first.
+    async fn audit_log(
+        &self,
+        project: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<AuditEntry>, StoreError> {
+        let order = AuditOrder::NewestFirst { before: u64::MAX };
+        let rows = self.audit().audit_rows(AuditFilter { project, order, limit }).await?;
+        Ok(rows.into_iter().map(|row| row.entry).collect())
+    }
+
     /// Stores a new call, unless its idempotency key was used before, together with the delivery
     /// that it requests ([`Delivery::for_call`]).
     async fn create_call(&self, new: NewCall) -> Result<CreateCallResult, StoreError>;
@@ -342,17 +353,6 @@ pub trait Store: Send + Sync + 'static {
 
     /// Appends an entry to the audit log.
     async fn append_audit_entry(&self, entry: AuditEntry) -> Result<(), StoreError>;
-
-    /// Returns the entries of the audit log, newest first.
-    async fn audit_log(
-        &self,
-        project: Option<String>,
-        limit: usize,
-    ) -> Result<Vec<AuditEntry>, StoreError> {
-        let order = AuditOrder::NewestFirst { before: u64::MAX };
-        let rows = self.audit().audit_rows(AuditFilter { project, order, limit }).await?;
-        Ok(rows.into_iter().map(|row| row.entry).collect())
-    }
 
     /// Returns the store of the audit log.
     fn audit(&self) -> &dyn audit::AuditStore;

@@ -7,7 +7,7 @@ use toolcrib::domain::fault::Fault;
 
 use super::request::{EnvironmentLookup, append_query, reject_dot_segments};
 use super::{OperationRequest, ResponseMapping, bad_request_fault, check_header, percent_encode};
-use crate::http_operation::redaction::SecretRedactor;
+use crate::secrets::redaction::SecretRedactor;
 
 /// The variable of Jina's key, unless a definition names another.
 pub const DEFAULT_KEY_VARIABLE: &str = "JINA_API_KEY";

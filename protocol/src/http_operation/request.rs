@@ -10,7 +10,8 @@ use super::{
     BodyEncoding, FormFieldStyle, HttpOperation, OperationAuth, Parameter, ParameterLocation,
     ParameterStyle, RequestBodySpec, ResponseMapping, bad_request_fault,
 };
-use crate::http_operation::redaction::SecretRedactor;
+use crate::secrets::SecretReference;
+use crate::secrets::redaction::SecretRedactor;
 
 /// Looks up an environment variable. Returns `None` if access is not allowed or the variable is
 /// empty.
@@ -71,6 +72,7 @@ impl HttpOperation {
             }
         }
         request.body = self.build_body(args, &used, &mut query)?;
+        resolve_header_references(&mut request, self.headers.len(), environment)?;
         self.apply_credentials(&mut request, &mut query, &mut cookies, environment)?;
         if !query.is_empty() {
             request.url.query_pairs_mut().extend_pairs(query);
@@ -172,11 +174,7 @@ impl HttpOperation {
         for auth in &self.auth {
             let mut found = Vec::new();
             for name in auth.envs() {
-                let Some(value) = environment(name) else {
-                    let message = format!("the server's environment has no usable {name}");
-                    let fault = Fault::new(Code::Unauthenticated, message).without_side_effect();
-                    return Err(fault.retryable(false));
-                };
+                let value = environment(name).ok_or_else(|| missing_secret_fault(name))?;
                 request.secrets.add(&value);
                 found.push(value);
             }
@@ -197,6 +195,29 @@ impl HttpOperation {
         }
         Ok(())
     }
+}
+
+/// Returns the fault for a secret that is not set, or that the tool may not use.
+pub fn missing_secret_fault(name: &str) -> Fault {
+    let message = format!("the server's environment has no usable {name}");
+    Fault::new(Code::Unauthenticated, message).without_side_effect().retryable(false)
+}
+
+/// Replaces references to secrets in the headers of the definition, which come first. A header that
+/// an argument supplies is never a reference: callers name no secrets.
+fn resolve_header_references(
+    request: &mut OperationRequest,
+    of_definition: usize,
+    environment: EnvironmentLookup<'_>,
+) -> Result<(), Fault> {
+    for (_, value) in request.headers.iter_mut().take(of_definition) {
+        let Some(reference) = SecretReference::parse(value) else { continue };
+        let name = reference.to_string();
+        let secret = environment(&name).ok_or_else(|| missing_secret_fault(&name))?;
+        request.secrets.add(&secret);
+        *value = secret;
+    }
+    Ok(())
 }
 
 /// Refuses dot segments: a path that goes up would be another operation than the definition's.

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::*;
-use crate::http_operation::redaction::SecretRedactor;
+use crate::secrets::redaction::SecretRedactor;
 
 fn environment(name: &str) -> Option<String> {
     match name {

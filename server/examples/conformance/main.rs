@@ -21,6 +21,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
+use toolcrib_protocol::secrets::SecretPolicy;
 use toolcrib_server::config::{Config, McpServerAdmissionSettings};
 use toolcrib_server::mcp_servers::{McpServerReconciler, outbound_policy};
 use toolcrib_server::{mcp_servers, serve};
@@ -61,6 +62,7 @@ async fn main() -> anyhow::Result<()> {
         behind,
         vec![settings],
         McpServerAdmissionSettings::default(),
+        SecretPolicy::default(),
     );
     if !keeper.wait_until_ready("default", tools::SUITE, Duration::from_secs(30)).await {
         bail!("its MCP server: {}", keeper.problem("default", tools::SUITE).unwrap_or_default());

@@ -8,6 +8,7 @@ use toolcrib::ports::core::ApprovalSettings;
 use toolcrib::ports::core::{ExecutionPolicies, ToolOverride};
 use toolcrib::ports::webhook_sender::DeliverySettings;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
+use toolcrib_protocol::secrets::SecretPolicy;
 use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
 use toolcrib_transport::auth::OriginPolicy;
 use toolcrib_transport::http::HttpTransportSettings;
@@ -65,6 +66,12 @@ pub fn engine_limits(config: &Config) -> EngineLimits {
         max_batch_bytes: limits.max_batch_bytes,
         max_open_runs: limits.max_open_runs,
     }
+}
+
+/// Returns the rules on the secrets that tools may use.
+pub fn secret_policy(config: &Config) -> anyhow::Result<SecretPolicy> {
+    let policy = SecretPolicy::new(config.secrets.clone());
+    policy.map_err(|reason| anyhow::anyhow!("secrets: {reason}"))
 }
 
 /// Returns the time after which finished calls are deleted, or `None` if they are kept forever.

@@ -57,7 +57,7 @@ fn environment_values_are_converted_to_the_settings_type() {
             ("TOOLCRIB_POLICY__MAX_PARALLEL", "12"),
             ("TOOLCRIB_POLICY__BACKOFF__FACTOR", "3"),
             ("TOOLCRIB_BUILTIN__ENABLED", "no"),
-            ("TOOLCRIB_BUILTIN__DATABASE__URL", "postgres://u:secret@h/d"),
+            ("TOOLCRIB_BUILTIN__DATABASE__URL", "postgres://u:hunter2@h/d"),
             ("TOOLCRIB_AUTH__DEFAULT_ALLOW", "weather.*, calculation.eval"),
             ("TOOLCRIB_LOG__FORMAT", "json"),
             ("TOOLCRIB_RETENTION__FINISHED_CALLS_DAYS", "0.5"),
@@ -74,7 +74,7 @@ fn environment_values_are_converted_to_the_settings_type() {
     assert_eq!(config.retention.finished_calls_days, 0.5);
     assert_eq!(config.projects["acme"].policy.max_parallel, Some(3));
     assert_eq!(config.store.url, None, "an empty variable counts as unset");
-    assert!(!format!("{config:?}").contains("secret"), "passwords are not printed");
+    assert!(!format!("{config:?}").contains("hunter2"), "passwords are not printed");
 }
 
 #[test]
@@ -214,9 +214,9 @@ fn valid_addresses_levels_and_urls_are_accepted() {
     }
     let config = load("[store]\nurl = \"sqlite:///var/x.db\"", &[]).unwrap();
     assert_eq!(config.store_location().unwrap().redacted(), "/var/x.db");
-    let config = load("[store]\nurl = \"postgres://u:secret@h/x\"", &[]).unwrap();
+    let config = load("[store]\nurl = \"postgres://u:hunter2@h/x\"", &[]).unwrap();
     assert_eq!(config.store_location().unwrap().redacted(), "postgres://h/x");
-    assert!(!format!("{config:?}").contains("secret"), "passwords are not printed");
+    assert!(!format!("{config:?}").contains("hunter2"), "passwords are not printed");
 }
 
 /// Every setting has a doc comment, because the doc comments are the documentation.

@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use toolcrib::domain::access_rules::check_pattern;
 use toolcrib::domain::retry::ExecutionPolicyPatch;
 use toolcrib::domain::tool::check_tool_name;
+use toolcrib_protocol::secrets::SecretPolicy;
+use toolcrib_sources::http::HttpSource;
 
 use super::{Config, ConfigError};
 
@@ -72,7 +74,9 @@ impl Config {
             check_pattern(pattern)
                 .map_err(|reason| ConfigError::invalid("http.allow_envs", reason))?;
         }
-        toolcrib_sources::http::HttpSource::new(http.clone()).map(|_| ()).map_err(|reason| {
+        let secrets = SecretPolicy::new(self.secrets.clone())
+            .map_err(|reason| ConfigError::invalid("secrets", &reason))?;
+        HttpSource::new(http.clone(), secrets).map(|_| ()).map_err(|reason| {
             let (field, reason) = reason.split_once(": ").unwrap_or(("hosts", reason.as_str()));
             ConfigError::invalid(&format!("http.{field}"), reason)
         })

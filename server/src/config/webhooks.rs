@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::ports::webhook_sender::DeliverySettings;
 use toolcrib_protocol::background_task::MAX_DATA_BYTES;
+use toolcrib_protocol::secrets::SecretReference;
 
 use super::ConfigError;
 
@@ -21,6 +22,9 @@ const MAX_RETRIES: usize = 50;
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WebhookSettings {
+    /// Reference to the signing key: `env:NAME` or `file:/path`. It takes precedence over
+    /// `signing_key_env` and `signing_key_file`.
+    pub signing_key: Option<String>,
     /// The environment variable with the signing key (`whsec_…`). Several keys, separated by
     /// spaces, produce several signatures, for key rotation.
     pub signing_key_env: String,
@@ -52,6 +56,7 @@ impl Default for WebhookSettings {
     fn default() -> Self {
         let notifying = DeliverySettings::default();
         Self {
+            signing_key: None,
             signing_key_env: "TOOLCRIB_WEBHOOK_SIGNING_KEY".into(),
             signing_key_file: None,
             projects: BTreeMap::new(),
@@ -71,6 +76,8 @@ impl Default for WebhookSettings {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WebhookKeySettings {
+    /// Reference to the project's key: `env:NAME` or `file:/path`.
+    pub signing_key: Option<String>,
     /// The environment variable with the project's key.
     pub signing_key_env: Option<String>,
     /// A file with the project's key.
@@ -87,6 +94,13 @@ impl WebhookSettings {
         };
         // Catches a key that was written here by mistake, before it appears in a log.
         let not_a_name = "must be the name of an environment variable, not the key itself";
+        let is_reference = |text: &Option<String>| {
+            text.as_ref().is_none_or(|text| SecretReference::parse(text).is_some())
+        };
+        let not_a_reference = "must be env:NAME or file:/path, not the key itself";
+        if !is_reference(&self.signing_key) {
+            return invalid("signing_key", not_a_reference);
+        }
         if !word(&self.signing_key_env) {
             return invalid("signing_key_env", not_a_name);
         }
@@ -94,8 +108,12 @@ impl WebhookSettings {
             if project.signing_key_env.as_ref().is_some_and(|variable| !word(variable)) {
                 return invalid(&format!("projects.{name}.signing_key_env"), not_a_name);
             }
-            if project.signing_key_env.is_none() && project.signing_key_file.is_none() {
-                let reason = "needs signing_key_env or signing_key_file";
+            if !is_reference(&project.signing_key) {
+                return invalid(&format!("projects.{name}.signing_key"), not_a_reference);
+            }
+            let sources = [&project.signing_key, &project.signing_key_env];
+            if sources.iter().all(|key| key.is_none()) && project.signing_key_file.is_none() {
+                let reason = "needs signing_key, signing_key_env or signing_key_file";
                 return invalid(&format!("projects.{name}"), reason);
             }
         }

@@ -113,6 +113,14 @@ impl McpServerReconciler {
                  or the operator sets upstreams.allow_env",
             );
         }
+        // A rule on the tools of the server, `NAME.*`, allows its settings to name a secret.
+        let tools = format!("{}.", settings.name);
+        let references = settings.secret_references();
+        if let Some(denied) = references.iter().find(|one| !self.secrets.allows(&tools, one)) {
+            let message =
+                format!("{} may not use {denied}: no rule of [[secrets]] allows it", settings.name);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
         if let Some(url) = &settings.url {
             settings.guarded = true;
             let checked = outbound_policy(&self.settings).check(url);

@@ -10,6 +10,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
+use toolcrib_protocol::secrets::SecretReference;
 
 use crate::config::{SIGNING_KEY_PREFIX, WebhookSettings};
 
@@ -22,6 +23,15 @@ pub struct SigningKeySource {
     pub variable: Option<String>,
     /// Takes precedence over the variable.
     pub file: Option<PathBuf>,
+}
+
+impl From<SecretReference> for SigningKeySource {
+    fn from(reference: SecretReference) -> Self {
+        match reference {
+            SecretReference::Env(name) => Self { variable: Some(name), file: None },
+            SecretReference::File(path) => Self { variable: None, file: Some(path) },
+        }
+    }
 }
 
 /// The sources of all keys: the default, and those of single projects.
@@ -37,13 +47,17 @@ pub struct SigningKeys(Vec<Vec<u8>>);
 impl SigningKeySources {
     /// Returns the sources that the settings name.
     pub fn from_settings(settings: &WebhookSettings) -> Self {
-        let default = SigningKeySource {
+        let referenced = |reference: &Option<String>| {
+            SecretReference::parse(reference.as_deref()?).map(SigningKeySource::from)
+        };
+        let default = referenced(&settings.signing_key).unwrap_or_else(|| SigningKeySource {
             variable: Some(settings.signing_key_env.clone()),
             file: settings.signing_key_file.clone(),
-        };
+        });
         let projects = settings.projects.iter().map(|(name, key)| {
             let (variable, file) = (key.signing_key_env.clone(), key.signing_key_file.clone());
-            (name.clone(), SigningKeySource { variable, file })
+            let named = SigningKeySource { variable, file };
+            (name.clone(), referenced(&key.signing_key).unwrap_or(named))
         });
         Self { default, projects: projects.collect() }
     }

@@ -43,6 +43,15 @@ fn question(text: &str) -> Value {
     })
 }
 
+/// The same question as the body of a run.
+fn run_question(text: &str) -> Value {
+    json!({
+        "model": MODEL,
+        "messages": [{ "role": "user", "content": text }],
+        "tools": ["calculation.eval"],
+    })
+}
+
 /// The definition of a caller tool, which the client executes itself.
 fn caller_tool(name: &str) -> Value {
     json!({ "type": "function", "function": { "name": name, "description": "The client's own",

@@ -37,6 +37,7 @@ mod rejoin;
 mod results;
 mod rules;
 mod runs;
+mod secrets;
 mod seed;
 mod submitting;
 mod support;

@@ -6,10 +6,10 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Client, Method, StatusCode, Url, header};
 use tokio::sync::OnceCell;
 use toolcrib_protocol::http_operation::OperationRequest;
-use toolcrib_protocol::http_operation::redaction::SecretRedactor;
 use toolcrib_protocol::outbound::{
     OutboundPolicy, error_chain_without_url, find_private_address_error, retry_after_ms,
 };
+use toolcrib_protocol::secrets::redaction::SecretRedactor;
 
 use super::origin;
 

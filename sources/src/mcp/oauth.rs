@@ -290,16 +290,16 @@ impl Authorizer {
         }
     }
 
+    /// Returns the tokens and client secrets of the current credentials.
+    pub(super) fn tokens(&self) -> Vec<String> {
+        let credentials = self.credentials.get();
+        credentials.as_ref().map(crate::mcp::oauth::token_store::secrets).unwrap_or_default()
+    }
+
     /// Redacts tokens and the client secret from a text.
     pub(super) fn redact(&self, text: &str) -> String {
         let mut text = text.to_owned();
-        let secrets = self
-            .credentials
-            .get()
-            .as_ref()
-            .map(crate::mcp::oauth::token_store::secrets)
-            .unwrap_or_default();
-        for secret in secrets.iter().filter(|secret| secret.len() >= 6) {
+        for secret in self.tokens().iter().filter(|secret| secret.len() >= 6) {
             text = text.replace(secret.as_str(), "[token]");
         }
         match ResolvedSettings::resolve(&self.settings) {

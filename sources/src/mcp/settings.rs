@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use toolcrib::domain::tool::{Effect, Risk};
+use toolcrib_protocol::secrets::SecretReference;
 
 pub use desktop_config::parse_desktop_config;
 
@@ -251,18 +252,31 @@ impl McpServerSettings {
         Ok(())
     }
 
+    /// Returns the settings in which variables and references are replaced.
+    fn expandable_fields(&self) -> impl Iterator<Item = &String> {
+        let values = self.env.values().chain(self.headers.values()).chain(&self.args);
+        let address = self.command.iter().chain(&self.url);
+        let oauth = self.oauth.iter().flat_map(|oauth| oauth.expandable_fields());
+        values.chain(address).chain(oauth)
+    }
+
     /// Returns `true` if any setting takes a value from the server's environment.
     pub fn reads_environment(&self) -> bool {
-        let has_placeholder = |text: &String| text.contains("${");
-        let command = self.command.as_ref();
-        !self.env_from.is_empty()
-            || self.env.values().chain(self.headers.values()).chain(&self.args).any(has_placeholder)
-            || command.is_some_and(has_placeholder)
-            || self.url.as_ref().is_some_and(has_placeholder)
-            || self
-                .oauth
-                .as_ref()
-                .is_some_and(|oauth| oauth.expandable_fields().any(has_placeholder))
+        !self.env_from.is_empty() || self.expandable_fields().any(|text| text.contains("${"))
+    }
+
+    /// Returns the secrets that the settings name by reference: `env:NAME`, `file:/path`, or
+    /// `${file:/path}` within a value.
+    pub fn secret_references(&self) -> Vec<SecretReference> {
+        let mut references = Vec::new();
+        for text in self.expandable_fields() {
+            references.extend(SecretReference::parse(text));
+            let placeholders = text.split("${").skip(1).filter_map(|rest| rest.split('}').next());
+            let names = placeholders.map(|inside| inside.split(":-").next().unwrap_or_default());
+            let of_files = names.filter(|name| name.starts_with("file:"));
+            references.extend(of_files.filter_map(SecretReference::parse));
+        }
+        references
     }
 
     /// Returns a short display form of the command or URL, without secrets.

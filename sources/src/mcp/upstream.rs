@@ -18,6 +18,7 @@ use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::ports::source::Attempt;
 use toolcrib_protocol::outbound::OutboundPolicy;
+use toolcrib_protocol::secrets::redaction::SecretRedactor;
 
 use super::connection::LiveConnection;
 use super::now_ms;
@@ -121,7 +122,19 @@ impl UpstreamServer {
             Some(resolved) => resolved.redact(text),
             None => text.to_owned(),
         };
-        self.authorizer.as_ref().map_or(text.clone(), |authorizer| authorizer.redact(&text))
+        let text = self.authorizer.as_ref().map_or(text.clone(), |pass| pass.redact(&text));
+        self.result_secrets().redact(&text)
+    }
+
+    /// Returns the secrets to redact from results, in every encoding: the settings' and the tokens.
+    pub(super) fn result_secrets(&self) -> SecretRedactor {
+        let resolved = self.resolved.lock().clone();
+        let mut secrets =
+            resolved.map(|resolved| resolved.result_secrets().clone()).unwrap_or_default();
+        if let Some(authorizer) = &self.authorizer {
+            authorizer.tokens().iter().for_each(|token| secrets.add(token));
+        }
+        secrets
     }
 
     /// Returns the connection, if there is one.

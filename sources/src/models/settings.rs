@@ -9,6 +9,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::domain::retry::{Backoff, MAX_RETRIES_LIMIT};
 use toolcrib::domain::run::options::ModelRequestPolicy;
+use toolcrib_protocol::secrets::SecretReference;
 use toolcrib_protocol::settings::InvalidSetting;
 
 use crate::models::{ApiKeySource, DEMO, ModelApi, ModelEndpoint, ModelResponseLimits};
@@ -28,6 +29,9 @@ pub struct LlmSettings {
     pub base_url: Option<String>,
     /// The default model, by the name the endpoint uses.
     pub model: Option<String>,
+    /// Reference to the API key: `env:NAME` or `file:/path`. It takes precedence over `api_key_env`
+    /// and `api_key_file`.
+    pub api_key: Option<String>,
     /// The environment variable with the API key. Default: `OPENAI_API_KEY`, or `ANTHROPIC_API_KEY`
     /// for that kind. If empty, no key is sent.
     pub api_key_env: Option<String>,
@@ -65,6 +69,7 @@ impl Default for LlmSettings {
             kind: ModelKind::default(),
             base_url: None,
             model: None,
+            api_key: None,
             api_key_env: None,
             api_key_file: None,
             max_tokens: None,
@@ -111,6 +116,8 @@ pub struct NamedModelSettings {
     pub base_url: Option<String>,
     /// The name the endpoint uses for the model. Default: the name of this table.
     pub model: Option<String>,
+    /// Reference to the API key: `env:NAME` or `file:/path`.
+    pub api_key: Option<String>,
     /// The environment variable with the API key. If empty, no key is sent. Default: the key of
     /// `[llm]` at the URL of `[llm]`, the kind's usual variable at the vendor's own URL, otherwise
     /// none.
@@ -150,13 +157,19 @@ impl LlmSettings {
         self.has_endpoint().then(|| ModelEndpoint {
             kind: self.kind.into(),
             base_url: base_url_or_default(self.base_url.as_deref(), self.kind.into()),
-            key: api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), self.kind),
+            key: self.key_source(self.kind),
             max_tokens: self.max_tokens,
             limits: ModelResponseLimits {
                 total: Duration::from_millis(self.timeout_ms),
                 idle: Duration::from_millis(self.idle_timeout_ms),
                 max_bytes: self.max_answer_bytes,
             },
+        })
+    }
+
+    fn key_source(&self, kind: ModelKind) -> ApiKeySource {
+        referenced_key(self.api_key.as_deref()).unwrap_or_else(|| {
+            api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
         })
     }
 
@@ -178,10 +191,12 @@ impl LlmSettings {
             && base_url == base_url_or_default(self.base_url.as_deref(), self.kind.into());
         let has_key = model.api_key_env.is_some() || model.api_key_file.is_some();
         // A key is sent only to the endpoint it was meant for.
-        let key = if has_key {
+        let key = if let Some(referenced) = referenced_key(model.api_key.as_deref()) {
+            referenced
+        } else if has_key {
             api_key_source(model.api_key_env.as_deref(), model.api_key_file.clone(), kind)
         } else if same {
-            api_key_source(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
+            self.key_source(kind)
         } else if base_url == base_url_or_default(None, kind.into()) {
             api_key_source(None, None, kind)
         } else {
@@ -205,6 +220,7 @@ impl LlmSettings {
 
     pub fn validate(&self) -> Result<(), InvalidSetting> {
         check_url("llm.base_url", self.base_url.as_deref())?;
+        check_reference("llm.api_key", self.api_key.as_deref())?;
         check_variable("llm.api_key_env", self.api_key_env.as_deref())?;
         check_model_name("llm.model", self.model.as_deref())?;
         check_time("llm.timeout_ms", Some(self.timeout_ms))?;
@@ -227,6 +243,7 @@ impl LlmSettings {
             }
             check_model_name("llm.models", Some(name))?;
             check_url(&key("base_url"), model.base_url.as_deref())?;
+            check_reference(&key("api_key"), model.api_key.as_deref())?;
             check_variable(&key("api_key_env"), model.api_key_env.as_deref())?;
             check_model_name(&key("model"), model.model.as_deref())?;
             check_time(&key("timeout_ms"), model.timeout_ms)?;
@@ -248,6 +265,24 @@ impl LlmSettings {
 
 fn base_url_or_default(value: Option<&str>, kind: ModelApi) -> String {
     value.unwrap_or(kind.default_base_url()).trim_end_matches('/').to_owned()
+}
+
+/// Returns the source of a key that a reference names.
+fn referenced_key(reference: Option<&str>) -> Option<ApiKeySource> {
+    let (variable, file) = match SecretReference::parse(reference?)? {
+        SecretReference::Env(name) => (Some(name), None),
+        SecretReference::File(path) => (None, Some(path)),
+    };
+    Some(ApiKeySource { variable, file, is_required: true })
+}
+
+fn check_reference(key: &str, value: Option<&str>) -> Result<(), InvalidSetting> {
+    // The message does not repeat the value: it may be the key, written here by mistake.
+    if value.is_some_and(|text| SecretReference::parse(text).is_none()) {
+        let reason = "must be env:NAME or file:/path, not the key itself";
+        return Err(InvalidSetting::new(key, reason));
+    }
+    Ok(())
 }
 
 fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> ApiKeySource {

@@ -19,8 +19,8 @@ pub const FIRST_HASH: &str = "00000000000000000000000000000000000000000000000000
 /// Maximum number of problems that a verification lists.
 const MAX_PROBLEMS: usize = 20;
 
-/// The origin of a request: the transport, and the request as the transport knows it. The fields are
-/// in the order of their names, as hashed rows require.
+/// The origin of a request: the transport, and the request as the transport knows it. The fields
+/// are in the order of their names, as hashed rows require.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct RequestOrigin {
     /// Address of the other end of the connection.
@@ -175,8 +175,8 @@ struct HashedEnd<'a> {
 }
 
 /// Returns the hashed text of an entry before and after its number, for a store that assigns the
-/// number and computes the hash in one statement. The text is the row as JSON, with sorted names and
-/// without spaces; unknown members are absent.
+/// number and computes the hash in one statement. The text is the row as JSON, with sorted names
+/// and without spaces; unknown members are absent.
 pub fn hashed_text(entry: &AuditEntry) -> (String, String) {
     let start = HashedStart {
         action: &entry.action,

@@ -79,13 +79,13 @@ async fn a_key_echoed_by_the_endpoint_is_redacted_everywhere() {
         .variable("OPENAI_API_KEY", secret);
     server.start().await;
     let url = server.url("/v1/runs?wait_ms=20000");
-    let answer = server.http.post(url).json(&question("?")).send().await.unwrap();
+    let answer = server.http.post(url).json(&run_question("?")).send().await.unwrap();
     let run: Value = answer.json().await.unwrap();
     assert_eq!(run["answer"], "The key is …, I think.", "{run}");
     assert!(!run.to_string().contains(secret), "{run}");
     // Streams redact it too, although the answer arrives in deltas of a few letters.
     for (path, marker) in [("/v1/runs", "run.text"), ("/v1/chat/completions", "delta")] {
-        let mut body = question("?");
+        let mut body = if path == "/v1/runs" { run_question("?") } else { question("?") };
         body["stream"] = true.into();
         let answer = server.http.post(server.url(path)).json(&body).send().await.unwrap();
         let streamed = answer.text().await.unwrap();

@@ -203,7 +203,7 @@ async fn the_run_id_of_another_agent_is_refused() {
             .await;
     let ada = server.keyed("default", "ada", "agent", &["*"]).await;
     let bob = server.keyed("default", "bob", "agent", &["*"]).await;
-    let run = ada.post("/v1/runs?wait_ms=30000", question("Hi")).await.is(200);
+    let run = ada.post("/v1/runs?wait_ms=30000", run_question("Hi")).await.is(200);
     let mut body = question("Hi");
     body["toolcrib"] = json!({ "run_id": run["run_id"] });
     let path = "/v1/chat/completions";

@@ -117,6 +117,7 @@ async fn each_project_has_its_own_key_and_deliveries() {
     std::fs::write(&file, key).unwrap();
     let fixture = Fixture::with(|config| {
         let key_settings = toolcrib_server::config::WebhookKeySettings {
+            signing_key: None,
             signing_key_env: None,
             signing_key_file: Some(file),
         };

@@ -5,7 +5,7 @@ use axum::http::header::{ACCEPT, CONTENT_TYPE, HeaderName, HeaderValue, WWW_AUTH
 use reqwest::{Response, StatusCode};
 use rmcp::ServiceError;
 use rmcp::transport::streamable_http_client::StreamableHttpError;
-use toolcrib_protocol::http_operation::redaction::SecretRedactor;
+use toolcrib_protocol::secrets::redaction::SecretRedactor;
 
 use crate::mcp::oauth::AuthChallenge;
 

@@ -27,7 +27,7 @@ use rmcp::transport::streamable_http_client::{
     StreamableHttpPostResponse,
 };
 use sse_stream::Sse;
-use toolcrib_protocol::http_operation::redaction::SecretRedactor;
+use toolcrib_protocol::secrets::redaction::SecretRedactor;
 
 use super::http_error::{HttpTransportError, redact_error, request_secrets};
 use super::message_limit::{BodyError, SseEventStream, limited_event_stream, read_body};

@@ -1,8 +1,11 @@
-//! Resolves settings against the server's environment at the moment of use. Only the variables that
-//! the settings name are read.
+//! Resolves settings against the server's environment and files at the moment of use. Only the
+//! variables and files that the settings name are read.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+
+use toolcrib_protocol::secrets::SecretReference;
+use toolcrib_protocol::secrets::redaction::SecretRedactor;
 
 use crate::mcp::settings::McpServerSettings;
 
@@ -25,6 +28,16 @@ pub struct ResolvedSettings {
     pub client_secret: Option<String>,
     pub private_key: Option<String>,
     secrets: Vec<(String, String)>,
+    result_secrets: SecretRedactor,
+}
+
+/// Words in the name of a variable or header whose value is a secret, even if it is written out.
+const SECRET_WORDS: [&str; 7] =
+    ["key", "token", "secret", "password", "credential", "authorization", "cookie"];
+
+fn has_secret_name(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    SECRET_WORDS.iter().any(|word| name.contains(word))
 }
 
 impl ResolvedSettings {
@@ -41,8 +54,16 @@ impl ResolvedSettings {
         // Every value taken from the environment is treated as a secret.
         let put = RefCell::new(Vec::new());
         let fill = |text: &str| {
+            if let Some(reference) = SecretReference::parse(text) {
+                let value = reference.read()?;
+                put.borrow_mut().push((reference.to_string(), value.clone()));
+                return Ok(value);
+            }
             expand_variables(text, |name| {
-                let value = look(name);
+                let value = match SecretReference::parse(name) {
+                    Some(reference) => reference.read().ok(),
+                    None => look(name),
+                };
                 put.borrow_mut().extend(value.clone().map(|value| (name.to_owned(), value)));
                 value
             })
@@ -78,10 +99,40 @@ impl ResolvedSettings {
         let client_secrets =
             client_secrets.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
         let hidden = url_secrets(&resolved.url).into_iter().map(|part| ("url".to_owned(), part));
-        let all =
-            secrets.chain(client_secrets.into_iter().flatten()).chain(hidden).chain(put.take());
-        resolved.set_secrets(all.collect());
+        let of_client: Vec<(String, String)> = client_secrets.into_iter().flatten().collect();
+        let references = put.take();
+        let all: Vec<(String, String)> =
+            secrets.chain(of_client.clone()).chain(hidden).chain(references.clone()).collect();
+        resolved.set_secrets(all);
+        resolved.set_result_secrets(settings, references.into_iter().chain(of_client).collect());
         Ok(resolved)
+    }
+
+    /// Sets the secrets to redact from results: values by reference, and those whose name says that
+    /// they are secret. Other values that are written out may be ordinary words, which results
+    /// need.
+    fn set_result_secrets(&mut self, settings: &McpServerSettings, named: Vec<(String, String)>) {
+        let inherited = settings.env_from.iter().filter_map(|name| self.env.get_key_value(name));
+        let written = self.env.iter().chain(&self.headers);
+        let written = written.filter(|(name, _)| has_secret_name(name));
+        let of_env = inherited.chain(written).map(|(name, value)| (name.clone(), value.clone()));
+        let of_url = url_secrets(&self.url).into_iter().map(|part| ("url".to_owned(), part));
+        let mut secrets = SecretRedactor::default();
+        for (name, value) in named.into_iter().chain(of_env).chain(of_url) {
+            if BASE_VARIABLES.contains(&name.as_str()) {
+                continue;
+            }
+            let bare = value.split_once(' ').map(|(_, bare)| bare);
+            let lines = value.lines().map(str::trim);
+            let forms = [value.as_str()].into_iter().chain(bare).chain(lines);
+            forms.filter(|form| form.len() >= SHORT).for_each(|form| secrets.add(form));
+        }
+        self.result_secrets = secrets;
+    }
+
+    /// Returns the secrets to redact from results, in every encoding.
+    pub fn result_secrets(&self) -> &SecretRedactor {
+        &self.result_secrets
     }
 
     /// Sets the secrets to redact, in all the forms in which they may appear.
@@ -175,7 +226,8 @@ fn not_set(name: &str) -> String {
     format!("the variable {name} is not set in the server's environment")
 }
 
-/// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them.
+/// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them, and
+/// `${file:/path}`.
 fn expand_variables(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
     let mut output = String::new();
     let mut rest = text;

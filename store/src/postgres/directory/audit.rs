@@ -78,8 +78,8 @@ pub(in crate::postgres) async fn insert_audit_entry(
                (SELECT coalesce(max(number), 0) FROM audit)) + 1 AS number \
                FROM audit_chain WHERE name = 'head' FOR UPDATE), \
                head AS (UPDATE audit_chain SET number = next.number, entries = entries + 1, \
-               hash = encode(sha256(convert_to(hash || E'\\n' || $1::text || next.number || $2::text, \
-               'UTF8')), 'hex') FROM next WHERE name = 'head' \
+               hash = encode(sha256(convert_to(hash || E'\\n' || $1::text || next.number \
+               || $2::text, 'UTF8')), 'hex') FROM next WHERE name = 'head' \
                RETURNING audit_chain.number, audit_chain.hash) \
                INSERT INTO audit (number, at_ms, project, agent, action, subject, reason, \"user\", \
                credential, transport, peer, request_id, hash) \
