@@ -4,6 +4,7 @@ mod calls;
 mod digest;
 mod mcp;
 mod nats;
+mod rules;
 mod runs;
 mod stored_calls;
 mod tracing;
@@ -42,6 +43,8 @@ pub enum BenchSuite {
     Nats,
     // MCP in both directions
     Mcp,
+    // Access rules
+    Rules,
 }
 
 /// The scope of a benchmark run.
@@ -87,7 +90,7 @@ impl BenchPlan {
     #[must_use]
     pub fn progress_steps(&self) -> u64 {
         let stored_steps = if self.stored_calls.is_some() { 3 } else { 0 };
-        (8 + self.start_count + (15 + tracing::PAIRS) * self.rounds + stored_steps) as u64
+        (9 + self.start_count + (15 + tracing::PAIRS) * self.rounds + stored_steps) as u64
     }
 }
 
@@ -138,6 +141,7 @@ impl<'a> Bench<'a> {
                 BenchSuite::Tracing => self.measure_tracing().await?,
                 BenchSuite::Digest => self.measure_digests()?,
                 BenchSuite::Runs => self.measure_runs().await?,
+                BenchSuite::Rules => self.measure_rules().await?,
                 BenchSuite::Nats => self.measure_nats_tools().await?,
                 BenchSuite::Mcp => {
                     self.measure_tools_list().await?;

@@ -66,8 +66,8 @@ pub struct Config {
     pub projects: BTreeMap<String, ProjectSettings>,
     /// Settings of one tool: `[tools."NAME".policy]`, `[[tools."NAME".fallback]]`.
     pub tools: BTreeMap<String, ToolSettings>,
-    /// Access rules: `[[rules]]`, with the fields of `PUT /v1/rules/{id}`. If there are any, here or
-    /// in `rules_file`, they replace the rules of their projects at every start.
+    /// Access rules: `[[rules]]`, with the fields of `PUT /v1/rules/{id}`. Those here and in
+    /// `rules_file` replace the rules of their projects at every start.
     #[schemars(with = "Vec<rules::RuleSettings>")]
     pub rules: Vec<serde_json::Value>,
     /// File with access rules: JSON or TOML with `rules`.

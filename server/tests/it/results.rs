@@ -203,6 +203,10 @@ async fn result_read_is_limited_to_the_project_and_needs_some_allow_rule() {
     let id = make_call_with_result(&owner, json!("of mine")).await;
     let args = json!({ "tool_call_id": id });
     let call = ada.invoke("result.read", args.clone()).await;
+    assert_eq!(ada.finished(&call).await["error"]["code"], "NOT_FOUND", "the call is not ada's");
+    let rule = json!({ "verdict": "allow", "agents": ["ada"], "actions": ["read"] });
+    owner.put("/v1/rules/read-all", rule).await.is(200);
+    let call = ada.invoke("result.read", args.clone()).await;
     assert_eq!(ada.finished(&call).await["result"]["value"], "of mine");
     let call = theirs.invoke("result.read", args.clone()).await;
     assert_eq!(theirs.finished(&call).await["error"]["code"], "NOT_FOUND");
