@@ -80,7 +80,7 @@ async fn engine_with(tools: usize, rules: Vec<Value>) -> anyhow::Result<Engine> 
     let mut builder = Engine::builder();
     for n in 0..tools {
         let name = format!("group{}.tool{n}", n % 20);
-        let tool = FnTool::new(name, "Does nothing", |_: NoArguments| async { Ok::<_, Fault>(1) });
+        let tool = FnTool::new(&name, "Does nothing", |_: NoArguments| async { Ok::<_, Fault>(1) });
         builder = builder.tool(tool.effect(Effect::Idempotent));
     }
     let engine = builder.start().await?;
