@@ -78,7 +78,8 @@ async fn accept(store: &dyn Store, tool: &str, created_ms: u64, user: Option<&st
 
 async fn store_call(store: &dyn Store, call: Call) {
     let (call, records) = (Arc::new(call), vec![]);
-    let new = NewCall { call, records, key: None, undelivered: None, group_member: None };
+    let new =
+        NewCall { call, records, key: None, undelivered: None, approval: None, group_member: None };
     store.create_call(new).await.unwrap();
 }
 
