@@ -6,10 +6,11 @@ use super::OpenError;
 use crate::postgres::session::Session;
 use crate::row::RowReader;
 
-const MIGRATIONS: [&str; 3] = [
+const MIGRATIONS: [&str; 4] = [
     include_str!("../../migrations/postgres/0001_init.sql"),
     include_str!("../../migrations/postgres/0002_tool_calls.sql"),
     include_str!("../../migrations/postgres/0003_undelivered_requests.sql"),
+    include_str!("../../migrations/postgres/0009_existing_tool_services.sql"),
 ];
 
 /// The schema version that this program writes.
