@@ -236,8 +236,8 @@ impl Utp {
             reject_report("no_card", Code::NotFound, message)
         })?;
         check_card(&card, &Route::for_call(call), status)?;
-        // Toolcrib checks the lineage of a card when it stores it. A tool service that writes to the
-        // database stores its cards itself.
+        // Toolcrib checks the lineage of the cards that it stores. A tool service that writes to
+        // the database stores its cards itself.
         copy_lineage(&mut card, call)
             .map_err(|error| ReportRejection { dead_letter_reason: Some("wrong_card"), error })?;
         Ok(card)
@@ -535,8 +535,8 @@ impl Utp {
     }
 }
 
-/// Returns the id of the reported card. A report must name its card, also if the card comes with it:
-/// the inbox item refers to the result by this id.
+/// Returns the id of the reported card. A report must name its card, also if the card comes with
+/// it: the inbox item refers to the result by this id.
 fn check_card_id(report: &ToolServiceReport) -> Result<&str, ReportRejection> {
     let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
         let message = "tool_result_card_id is missing";

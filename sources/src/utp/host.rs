@@ -188,8 +188,8 @@ impl ToolHost {
         self
     }
 
-    /// Makes [`Self::serve`] check at its start that a server answers for this project, and log what
-    /// is missing until one does.
+    /// Makes [`Self::serve`] check at its start that a server answers for this project, and log
+    /// what is missing until one does.
     pub fn with_server_check(mut self, project: &str) -> Self {
         self.server_check_project = Some(project.to_owned());
         self

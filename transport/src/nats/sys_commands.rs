@@ -31,8 +31,8 @@ pub(super) async fn run_consumer(engine: Engine, nats: NatsConnection) {
     }
 }
 
-/// Consumes commands until the connection breaks. The consumer is durable: commands that arrive while
-/// no server runs wait for the next one.
+/// Consumes commands until the connection breaks. The consumer is durable: commands that arrive
+/// while no server runs wait for the next one.
 async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), async_nats::Error> {
     // A request that was sent over a broken connection is not answered over the next one.
     let mut reconnected = std::pin::pin!(nats.wait_for_reconnect());

@@ -163,8 +163,8 @@ impl Utp {
         Ok(DispatchedStep { turn, calls })
     }
 
-    /// Returns true if the inbox has results of these calls of the turn. Items of other turns do not
-    /// count: they stay in the inbox when this turn ends.
+    /// Returns true if the inbox has results of these calls of the turn. Items of other turns do
+    /// not count: they stay in the inbox when this turn ends.
     async fn has_unread_results(&self, turn: &Turn, calls: &[StepCall]) -> Result<bool, Error> {
         let received: Vec<&String> =
             calls.iter().filter_map(|call| call.inbox_id.as_ref()).collect();

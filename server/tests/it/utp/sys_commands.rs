@@ -1,4 +1,4 @@
-//! Commands to the system itself (`cmd.sys.…`): Toolcrib serves none of them yet, and each becomes a
+//! Commands to the system itself (`cmd.sys.…`): Toolcrib serves none of them, and each becomes a
 //! dead letter.
 
 use serde_json::{Value, json};

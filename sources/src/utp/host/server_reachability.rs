@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 /// Maximum number of subject prefixes that are remembered.
 const MAX_PREFIXES: usize = 1_000;
 
-/// The subject prefixes (`cg.<version>.<project>.<channel>`) that no server answers. Cheap to clone.
+/// The subject prefixes (`cg.<version>.<project>.<channel>`) that no server answers. Cheap to
+/// clone.
 #[derive(Clone, Default)]
 pub(super) struct ServerReachability(Arc<Mutex<HashSet<String>>>);
 

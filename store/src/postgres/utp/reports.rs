@@ -63,8 +63,8 @@ pub(super) async fn publish_command_card(
     Ok(())
 }
 
-/// Writes the anchor of a command: a consumed inbox row from which a tool service takes the identity
-/// and the headers of its report.
+/// Writes the anchor of a command: a consumed inbox row from which a tool service takes the
+/// identity and the headers of its report.
 async fn insert_command_anchor(
     session: &Session,
     command: &PublishedCommand,
