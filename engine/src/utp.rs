@@ -20,7 +20,8 @@ use crate::registry::Registry;
 pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
 pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 pub use turns::{
-    DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnLeaseRequest,
+    DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnFinish,
+    TurnLeaseRequest,
 };
 
 /// Reports of tool services, inboxes of agents, and turns.

@@ -101,7 +101,8 @@ impl ServerRuntime {
 pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
     // Installed before the first call: anything counted without a recorder is lost.
     telemetry::metrics_handle();
-    let (store, lock) = open_store::open_exclusive(&config.store_location()?).await?;
+    let (store, lock) =
+        open_store::open_exclusive(&config.store_location()?, &config.nats.version).await?;
     let otlp = OtlpExporter::start(&config.telemetry).await?;
     let nats_connection = match nats_endpoint(&config.nats) {
         Some(address) => Some(NatsConnection::connect(&address, "toolcrib").await.context("NATS")?),

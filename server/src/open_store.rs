@@ -12,9 +12,11 @@ use toolcrib_store::{PostgresStore, SqliteStore, file_permissions};
 use crate::config::StoreLocation;
 
 /// Opens the store exclusively for a server. Returns the lock that must be held while a SQLite file
-/// is in use; PostgreSQL needs none here.
+/// is in use; PostgreSQL needs none here. `utp_version` is the version of UTP that tool services on
+/// the shared tables speak.
 pub async fn open_exclusive(
     location: &StoreLocation,
+    utp_version: &str,
 ) -> anyhow::Result<(Arc<dyn Store>, Option<File>)> {
     let cannot = || format!("cannot open {}", location.redacted());
     match location {
@@ -24,8 +26,8 @@ pub async fn open_exclusive(
             Ok((Arc::new(opened.with_context(cannot)?), Some(lock)))
         }
         StoreLocation::Postgres(url) => {
-            let opened = PostgresStore::open(url).await;
-            Ok((Arc::new(opened.with_context(cannot)?), None))
+            let opened = PostgresStore::open(url).await.with_context(cannot)?;
+            Ok((Arc::new(opened.with_utp_version(utp_version)), None))
         }
     }
 }

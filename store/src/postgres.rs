@@ -84,6 +84,8 @@ pub struct PostgresStore {
     report_listener: Option<ReportListener>,
     /// Changes when a tool service has written a report.
     report_signal: tokio::sync::watch::Receiver<u64>,
+    /// True if tool services expect an anchor in the inbox for each command.
+    writes_command_anchors: bool,
 }
 
 impl PostgresStore {
@@ -117,7 +119,20 @@ impl PostgresStore {
             PostgresWriter::start(WriterConnection::new(session, lease, numbers), address.clone());
         let (report_sender, report_signal) = tokio::sync::watch::channel(0);
         let report_listener = serves.then(|| ReportListener::spawn(address.clone(), report_sender));
-        Ok(Self { writer, pool: SessionPool::new(address), report_listener, report_signal })
+        Ok(Self {
+            writer,
+            pool: SessionPool::new(address),
+            report_listener,
+            report_signal,
+            writes_command_anchors: false,
+        })
+    }
+
+    /// Sets the version of UTP that the tool services on the shared tables speak. In `v1r4` they
+    /// expect an anchor in the inbox for each command.
+    pub fn with_utp_version(mut self, version: &str) -> Self {
+        self.writes_command_anchors = version == "v1r4";
+        self
     }
 
     /// Returns true if this is the URL of a PostgreSQL database.

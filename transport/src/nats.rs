@@ -1,5 +1,5 @@
-//! The NATS transport. Serves cards, reports, inboxes and turns by request and reply, and publishes
-//! the messages of the outbox.
+//! The NATS transport. Serves cards, reports, inboxes and turns by request and reply, publishes the
+//! messages of the outbox, and stores commands that nothing serves as dead letters.
 //!
 //! A subject names the project, and every client that may publish under it acts for that project:
 //! the permissions of NATS are the credentials here. If the server has API keys, the access rules
@@ -9,6 +9,7 @@ mod agent;
 mod outbox;
 mod request_limiter;
 mod sys;
+mod sys_commands;
 use std::time::Duration;
 
 use async_nats::Message;
@@ -48,6 +49,13 @@ pub fn start(engine: Engine, nats: NatsConnection) -> NatsTransportHandle {
             }
         });
     }
+    let (refusing_engine, refusing_nats, refusing) = (engine.clone(), nats.clone(), stop.clone());
+    tokio::spawn(async move {
+        tokio::select! {
+            () = sys_commands::run_consumer(refusing_engine, refusing_nats) => {}
+            () = refusing.cancelled() => {}
+        }
+    });
     let publishing = stop.clone();
     tokio::spawn(async move {
         tokio::select! {

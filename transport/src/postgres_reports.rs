@@ -84,18 +84,11 @@ async fn ingest_report(
     engine: &Engine,
     written: &SharedTableReport,
 ) -> Result<ReportReceipt, Error> {
-    let sender = written.source_agent_id.clone().unwrap_or_else(|| "database".to_owned());
-    let agent: String = sender.chars().take(128).collect();
+    let sender = written.source_agent_id.as_deref();
+    let agent: String = sender.unwrap_or("database").chars().take(128).collect();
     let caller = Caller::new(&written.project, agent, Role::Provider, AuthMethod::Key);
     let subject = format!("state.agent_inbox/{}", written.inbox_id);
-    let mut headers = Map::new();
-    for (name, value) in [
-        ("traceparent", written.traceparent.clone()),
-        ("cg-recursion-depth", written.depth.to_string()),
-        ("cg-sender", sender),
-    ] {
-        headers.insert(name.to_owned(), value.into());
-    }
+    let headers = collect_headers(written);
     if let Some(message) = find_mismatch(written) {
         let (kind, reason) = ("report", "malformed".to_owned());
         let payload = written.payload.clone();
@@ -116,6 +109,21 @@ async fn ingest_report(
     let (headers, body) = (UtpHeaders::from_json(&headers), written.payload.as_bytes());
     let incoming = IncomingReport { subject: &subject, headers, body };
     report::ingest_report(engine, &caller, incoming).await
+}
+
+/// Returns the headers of a report. Those of the row take precedence over its columns, which have
+/// defaults that a service of v1r4 leaves as they are.
+fn collect_headers(written: &SharedTableReport) -> Map<String, Value> {
+    let columns = [
+        ("traceparent", Some(written.traceparent.clone()).filter(|text| !text.is_empty())),
+        ("cg-recursion-depth", Some(written.depth.to_string())),
+        ("cg-sender", written.source_agent_id.clone()),
+    ];
+    let columns =
+        columns.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?.into())));
+    let own =
+        written.headers.iter().map(|(name, value)| (name.to_lowercase(), value.as_str().into()));
+    columns.chain(own).collect()
 }
 
 /// Describes a mismatch between the row and the report that it holds.

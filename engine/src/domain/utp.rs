@@ -244,6 +244,9 @@ pub struct Turn {
     /// The reason why the turn ended.
     #[serde(default)]
     pub reason: Option<String>,
+    /// Id of the card with the turn's deliverable, once the turn has ended with one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deliverable_card_id: Option<String>,
     /// Counts the saved states, from 1.
     pub version: u64,
 }

@@ -163,11 +163,19 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
         (_, Some(Hold::Unacknowledged), effect) => {
             let question = call.target.executor.availability_question();
             let unsure = call.may_have_begun() && effect == Effect::Irreversible;
-            format!(
-                "no executor took {} within {allowed_ms} ms: {question}?{}",
-                call.target.tool,
-                if unsure { format!(" If one got it, {MAY_HAVE_HAPPENED}") } else { String::new() }
-            )
+            let tool = &call.target.tool;
+            // A client always acknowledges a call before it starts. A tool service need not: it may
+            // have read the card in the database, or be about to report.
+            let observed = match call.target.traits.needs_command {
+                true => format!(
+                    "{tool} did not answer within {allowed_ms} ms, and no tool service announced \
+                     that it took the call"
+                ),
+                false => format!("no executor took {tool} within {allowed_ms} ms"),
+            };
+            let may =
+                if unsure { format!(" If one got it, {MAY_HAVE_HAPPENED}") } else { String::new() };
+            format!("{observed}: {question}?{may}")
         }
         (_, Some(Hold::Input { .. }), _) => format!(
             "{} requested input and got no answer within {} ms; it does not continue",

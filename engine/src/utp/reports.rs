@@ -115,14 +115,16 @@ const MAX_DEAD_LETTER_HEADERS: usize = 16_384;
 
 /// Reason codes used as metric labels. Senders choose reasons freely, so all others count as
 /// "other".
-const KNOWN_REASONS: [&str; 14] = [
+const KNOWN_REASONS: [&str; 16] = [
     "after_execution_mismatch",
     "malformed",
     "no_card",
     "no_stream",
+    "not_served",
     "orphan",
     "refused",
     "too_large",
+    "unknown_command",
     "unpublishable",
     "wrong_agent",
     "wrong_attempt",
@@ -178,10 +180,11 @@ impl Utp {
             self.apply_report(&call, &report, Err(fault.clone())).await?;
             return Err(ReportRejection { dead_letter_reason: None, error: fault.into() });
         }
+        let card_id = check_card_id(&report)?;
         let (status, expected) = self.validate_report_fields(&call, &report).await?;
         let card = match self.derive_result_card(&call, &report)? {
             Some(card) => card,
-            None => self.load_reported_card(caller, &call, &report, status).await?,
+            None => self.load_reported_card(caller, &call, &report, (card_id, status)).await?,
         };
         check_card(&card, &route, status)?;
         if let Some(traceparent) = report.traceparent.clone() {
@@ -204,14 +207,9 @@ impl Utp {
         caller: &Caller,
         call: &Call,
         report: &ToolServiceReport,
-        status: ToolStatus,
+        (card_id, status): (&str, ToolStatus),
     ) -> Result<Card, ReportRejection> {
         if let Some(document) = &report.card {
-            let document_id = document.get("card_id").and_then(Value::as_str);
-            if report.card_id.is_some() && document_id != report.card_id.as_deref() {
-                let message = "tool_result_card_id is not the id of the card that came with it";
-                return Err(reject_report("wrong_card", Code::BadRequest, message));
-            }
             let card = self.validate_card(caller, document).await?;
             check_card(&card, &Route::for_call(call), status)?;
             let stored_id = match self.core.store.utp().put_card(card.clone()).await {
@@ -232,15 +230,17 @@ impl Utp {
             let contradicts = || reject_report("wrong_card", Code::Conflict, message);
             return existing.filter(stands).ok_or_else(contradicts);
         }
-        let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
-            let message = "tool_result_card_id is missing";
-            return Err(reject_report("malformed", Code::BadRequest, message));
-        };
         let found = self.find_card(&caller.project, card_id).await?;
-        found.ok_or_else(|| {
+        let mut card = found.ok_or_else(|| {
             let message = format!("there is no card \"{card_id}\"");
             reject_report("no_card", Code::NotFound, message)
-        })
+        })?;
+        check_card(&card, &Route::for_call(call), status)?;
+        // Toolcrib checks the lineage of the cards that it stores. A tool service that writes to
+        // the database stores its cards itself.
+        copy_lineage(&mut card, call)
+            .map_err(|error| ReportRejection { dead_letter_reason: Some("wrong_card"), error })?;
+        Ok(card)
     }
 
     /// Stores a message that could not be processed as a dead letter.
@@ -482,7 +482,8 @@ impl Utp {
         report: &ToolServiceReport,
         reported: Result<(ToolStatus, &Card), Fault>,
     ) -> Result<ReportReceipt, ReportRejection> {
-        let by = report.reported_by.clone().unwrap_or_else(|| "tool".to_owned());
+        let author = || reported.as_ref().ok().map(|(_, card)| card.author_id.clone());
+        let by = report.reported_by.clone().or_else(author).unwrap_or_else(|| "tool".to_owned());
         let event = match reported {
             Err(fault) => Event::Report {
                 attempt: Some(call.attempt),
@@ -532,6 +533,21 @@ impl Utp {
         };
         Event::RemoteOutcome { attempt, by, outcome }
     }
+}
+
+/// Returns the id of the reported card. A report must name its card, also if the card comes with
+/// it: the inbox item refers to the result by this id.
+fn check_card_id(report: &ToolServiceReport) -> Result<&str, ReportRejection> {
+    let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
+        let message = "tool_result_card_id is missing";
+        return Err(reject_report("malformed", Code::BadRequest, message));
+    };
+    let document = report.card.as_ref();
+    if document.is_some_and(|card| card.get("card_id").and_then(Value::as_str) != Some(card_id)) {
+        let message = "tool_result_card_id is not the id of the card that came with it";
+        return Err(reject_report("wrong_card", Code::BadRequest, message));
+    }
+    Ok(card_id)
 }
 
 fn check_card(card: &Card, route: &Route, status: ToolStatus) -> Result<(), ReportRejection> {

@@ -77,11 +77,22 @@ pub struct ResumedTurn {
     pub results: Vec<StepResult>,
 }
 
+/// A request to finish a turn.
+#[derive(Debug, Clone, Default)]
+pub struct TurnFinish {
+    /// Epoch of the turn; the request is refused if it is not the current one.
+    pub epoch: u64,
+    /// Reason for the end, published with it.
+    pub reason: Option<String>,
+    /// Id of the card with the turn's deliverable; must exist.
+    pub deliverable_card_id: Option<String>,
+}
+
 /// A change that an agent requests for its running turn.
 enum TurnTransition {
     RenewLease,
     Suspend,
-    Finish(Option<String>),
+    Finish { reason: Option<String>, deliverable_card_id: Option<String> },
 }
 
 fn conflict(turn: &Turn, message: String) -> Error {
@@ -157,6 +168,7 @@ impl Utp {
                 created_ms: wall_ms,
                 updated_ms: wall_ms,
                 reason: None,
+                deliverable_card_id: None,
                 version: 1,
                 turn_id,
             },
@@ -269,15 +281,14 @@ impl Utp {
             None => TurnStatus::Running,
         };
         turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
+        let completion = ends.map(|_| task_from_results(&results));
+        turn.deliverable_card_id =
+            completion.as_ref().and_then(|task| task.tool_result_card_id.clone());
         let inbox_ids = calls.into_iter().filter_map(|call| call.inbox_id).collect();
         let change = TurnChange { acknowledged_inbox_ids: inbox_ids, ..TurnChange::default() };
         let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
         let step = Some(StepProgress { phase: "completed", new_card_ids });
-        let listener = TurnEvent {
-            step,
-            completion: ends.map(|_| task_from_results(&results)),
-            ..TurnEvent::default()
-        };
+        let listener = TurnEvent { step, completion, ..TurnEvent::default() };
         let turn = self.save_and_publish_turn(turn, change, listener).await?;
         Ok(ResumedTurn { turn, results })
     }
@@ -288,17 +299,16 @@ impl Utp {
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
-        epoch: u64,
-        reason: Option<String>,
+        finish: TurnFinish,
     ) -> Result<Turn, Error> {
-        self.transition_running_turn(
-            caller,
-            agent_id,
-            turn_id,
-            epoch,
-            TurnTransition::Finish(reason),
-        )
-        .await
+        let TurnFinish { epoch, reason, deliverable_card_id } = finish;
+        // Checked in this order, so that only the agent learns which cards exist.
+        self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
+        if let Some(card_id) = &deliverable_card_id {
+            self.card(caller, card_id).await?;
+        }
+        let wish = TurnTransition::Finish { reason, deliverable_card_id };
+        self.transition_running_turn(caller, agent_id, turn_id, epoch, wish).await
     }
 
     /// Changes a turn that is running in this epoch. Retries if a concurrent change, such as a
@@ -350,9 +360,10 @@ impl Utp {
                     ..TurnEvent::default()
                 }))
             }
-            TurnTransition::Finish(reason) => {
+            TurnTransition::Finish { reason, deliverable_card_id } => {
                 turn.status = TurnStatus::Finished;
                 turn.reason = reason.clone();
+                turn.deliverable_card_id = deliverable_card_id.clone();
                 let (tool_result_card_id, error_code, error) = (None, None, None);
                 let status = "success".to_owned();
                 let task = TurnCompletion { status, tool_result_card_id, error_code, error };

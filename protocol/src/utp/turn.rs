@@ -3,8 +3,9 @@
 use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::Json;
+use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::{StepCall, Turn};
-use toolcrib::utp::{DispatchRequest, ResumedTurn, StepCallRequest, TurnLeaseRequest};
+use toolcrib::utp::{DispatchRequest, ResumedTurn, StepCallRequest, TurnFinish, TurnLeaseRequest};
 use utoipa::ToSchema;
 
 /// A request to lease a turn.
@@ -93,6 +94,31 @@ impl DispatchBody {
     }
 }
 
+/// A request to finish a turn. Unknown fields are refused: the turn cannot be finished again with a
+/// field that was misspelled.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FinishBody {
+    /// The epoch as the agent knows it.
+    turn_epoch: Option<u64>,
+    /// The reason, published with the end of the turn.
+    reason: Option<String>,
+    /// Id of the card with the turn's deliverable, published with the end of the turn.
+    deliverable_card_id: Option<String>,
+}
+
+impl FinishBody {
+    /// Converts the body into an engine request.
+    pub fn into_finish(self) -> Result<TurnFinish, Error> {
+        let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
+        Ok(TurnFinish {
+            epoch: self.turn_epoch.ok_or_else(missing)?,
+            reason: self.reason.as_deref().map(truncate_reason),
+            deliverable_card_id: self.deliverable_card_id,
+        })
+    }
+}
+
 /// Truncates the reason for the end of a turn to the length that is stored and published.
 pub fn truncate_reason(reason: &str) -> String {
     reason.chars().take(500).collect()
@@ -129,6 +155,7 @@ pub fn turn_body(turn: &Turn, calls: &[StepCall]) -> Value {
         "waiting_tool_count": waiting.count(),
         "calls": call_bodies,
         "reason": turn.reason,
+        "deliverable_card_id": turn.deliverable_card_id,
         "created_at_ms": turn.created_ms,
         "updated_at_ms": turn.updated_ms,
     })

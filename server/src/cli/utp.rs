@@ -45,6 +45,9 @@ enum UtpCommand {
     ///
     /// The HTTP API tools are those of the data directory, in the project that the command names;
     /// with --project, those of that project, regardless of the command.
+    ///
+    /// Reading the arguments of a command needs a server on the same NATS server, started with
+    /// `toolcrib serve --nats URL`. The log says so while none answers; commands wait until then.
     #[command(after_help = "\
 Examples:
   toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
@@ -123,10 +126,13 @@ async fn serve(
     }
     let engine = builder.start().await?;
     let nats = NatsConnection::connect(address, "toolcrib utp serve").await?;
+    let checked_project = project.clone().unwrap_or_else(|| "default".to_owned());
     let catalogue = Arc::new(UtpToolCatalogue::new(config.clone(), engine, project));
     println!("serving cmd.tool.{target}.*: {}", catalogue.tool_names().await.join("  "));
-    let host =
-        ToolHost::with_connection(nats).with_sender("tool.toolcrib").with_fallback(move |job| {
+    let host = ToolHost::with_connection(nats)
+        .with_sender("tool.toolcrib")
+        .with_server_check(&checked_project)
+        .with_fallback(move |job| {
             let catalogue = catalogue.clone();
             async move {
                 match catalogue.prepare_call(&job).await {

@@ -1,6 +1,7 @@
 //! A server with PostgreSQL as its store: restart after a kill, a second server on the same
 //! database, a database outage, and tool services that use the shared tables.
 
+mod reference_service;
 mod shared_tables;
 
 use serde_json::json;

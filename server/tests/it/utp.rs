@@ -12,5 +12,6 @@ mod reports;
 mod services;
 mod sharing;
 mod steps;
+mod sys_commands;
 mod turn_events;
 mod turns;

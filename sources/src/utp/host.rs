@@ -26,6 +26,7 @@ mod coalescer;
 mod command;
 mod prefetched_cards;
 mod server_client;
+mod server_reachability;
 use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
@@ -42,7 +43,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::id::hex;
 use toolcrib::domain::utp::card::{error_as_result, error_json};
@@ -53,6 +54,7 @@ use toolcrib_protocol::utp::nats_connection::{NatsConnection, NatsEndpoint};
 use crate::utp::host::batched_rpc::HostRpcClient;
 use crate::utp::host::prefetched_cards::PrefetchedCards;
 use crate::utp::host::server_client::{CardArguments, ReportOutcome, ServerClient};
+use crate::utp::host::server_reachability::ServerReachability;
 
 /// Time the broker waits for an acknowledgement before it redelivers a command.
 const ACK_WAIT: Duration = Duration::from_secs(30);
@@ -123,6 +125,7 @@ pub struct ToolHost {
     name: String,
     max_concurrency: usize,
     ack_wait: Duration,
+    server_check_project: Option<String>,
 }
 
 impl ToolHost {
@@ -145,6 +148,7 @@ impl ToolHost {
             name: "tool.rust".to_owned(),
             max_concurrency: DEFAULT_CONCURRENCY,
             ack_wait: ACK_WAIT,
+            server_check_project: None,
         }
     }
 
@@ -184,6 +188,13 @@ impl ToolHost {
         self
     }
 
+    /// Makes [`Self::serve`] check at its start that a server answers for this project, and log
+    /// what is missing until one does.
+    pub fn with_server_check(mut self, project: &str) -> Self {
+        self.server_check_project = Some(project.to_owned());
+        self
+    }
+
     /// Sets the time the broker waits for a heartbeat before it redelivers a command.
     pub fn with_ack_wait(mut self, ack_wait: Duration) -> Self {
         self.ack_wait = ack_wait;
@@ -196,8 +207,16 @@ impl ToolHost {
         if !toolcrib::domain::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
         }
-        let rpc_client =
-            HostRpcClient { connection: self.connection.clone(), sender: self.name.clone() };
+        let rpc_client = HostRpcClient {
+            connection: self.connection.clone(),
+            sender: self.name.clone(),
+            reachability: ServerReachability::default(),
+        };
+        let project = self.server_check_project;
+        let server_check = project.map(|project| {
+            let rpc = rpc_client.clone();
+            AbortOnDropHandle::new(tokio::spawn(async move { rpc.wait_for_server(&project).await }))
+        });
         let serving = Arc::new(CommandHandler {
             prefetched: PrefetchedCards::new(rpc_client.clone(), target),
             server: ServerClient::new(rpc_client),
@@ -235,6 +254,7 @@ impl ToolHost {
             stopping.cancel();
         };
         tokio::join!(taking, stop);
+        drop(server_check);
         tasks.close();
         tasks.wait().await;
         let _ = self.connection.client().flush().await;

@@ -53,7 +53,7 @@ const UPSTREAMS: &str =
     "SELECT project, name, kind, settings, added_ms FROM upstreams ORDER BY project, name";
 const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profile, \
      toolcrib_allowed_tools, (extract(epoch FROM updated_at) * 1000)::bigint \
-     FROM resource.project_agents ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
+     FROM resource.project_agents WHERE NOT toolcrib_automatic ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
 
 /// Loads the whole directory from one snapshot.
 pub(super) async fn load(mut pooled: PooledSession) -> Result<Directory, SessionError> {
@@ -294,7 +294,7 @@ async fn put_agent_entry(session: &Session, member: &AgentEntry) -> Result<(), S
                worker_target = excluded.worker_target, \
                toolcrib_profile = excluded.toolcrib_profile, \
                toolcrib_allowed_tools = excluded.toolcrib_allowed_tools, \
-               updated_at = excluded.updated_at";
+               toolcrib_automatic = false, updated_at = excluded.updated_at";
     let params: SqlParams<'_> = &[
         &member.project,
         &member.agent_id,

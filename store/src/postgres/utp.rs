@@ -265,9 +265,16 @@ impl SharedTables for PostgresStore {
         route: &Route,
         traceparent: &str,
     ) -> Result<(), StoreError> {
-        let input = (card, route.clone(), traceparent.to_owned());
-        self.write(input, |writer, input| Box::pin(reports::publish_command_card(writer, input)))
-            .await
+        let command = reports::PublishedCommand {
+            card,
+            route: route.clone(),
+            traceparent: traceparent.to_owned(),
+            needs_anchor: self.writes_command_anchors,
+        };
+        self.write(command, |writer, command| {
+            Box::pin(reports::publish_command_card(writer, command))
+        })
+        .await
     }
 
     async fn pending_reports(

@@ -6,7 +6,7 @@ use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::Subject;
 use toolcrib::domain::utp::trace;
 use toolcrib::{Caller, Engine};
-use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
+use toolcrib_protocol::utp::turn::{self, DispatchBody, FinishBody, LeaseBody, turn_body};
 use toolcrib_protocol::utp::wire;
 
 use super::{parse_body, unknown_subject};
@@ -85,10 +85,16 @@ pub(super) async fn handle_request(
                 engine.utp().resume_turn(caller, agent, &turn_id, epoch()?, wait_ms).await?;
             toolcrib_protocol::utp::turn::resumed_body(&resumed)
         }
-        "finish" => turn_body(
-            &engine.utp().finish_turn(caller, agent, &turn_id, epoch()?, reason).await?,
-            &[],
-        ),
+        "finish" => {
+            let mut fields = body.clone();
+            fields.as_object_mut().and_then(|fields| fields.remove("agent_turn_id"));
+            let finish: FinishBody = serde_json::from_value(fields).map_err(|error| {
+                let message = format!("the request cannot be read: {error}");
+                Error::refused(Code::ValidationError, message)
+            })?;
+            let finish = finish.into_finish()?;
+            turn_body(&engine.utp().finish_turn(caller, agent, &turn_id, finish).await?, &[])
+        }
         "stop" => turn_body(&engine.utp().stop_turn(caller, agent, &turn_id, reason).await?, &[]),
         "inbox" => {
             let limit = optional_u64(&body, "limit")?.unwrap_or(20).clamp(1, 200) as usize;

@@ -54,19 +54,13 @@ pub fn expand_target(text: &str, version: &str, project: &str) -> Result<String,
         true => format!("cg.{version}.{{project_id}}.{{channel_id}}.{text}"),
         false => text.replace("{version}", version),
     };
-    let expected = "cg.<version>.{project_id}.{channel_id}.cmd.tool.<target>.<suffix>";
+    let expected = "cg.<version>.{project_id}.{channel_id}.cmd.tool.<target>.<suffix…>";
     let Some(parts) = parse(&full) else {
         return Err(format!("target_subject \"{text}\" must have the form {expected}"));
     };
     if (parts.category, parts.component) != ("cmd", "tool") {
         let is = format!("{}.{}", parts.category, parts.component);
         return Err(format!("target_subject must be cmd.tool.*, not {is}.*"));
-    }
-    if parts.suffix.contains('.') {
-        return Err(format!(
-            "target_subject \"{text}\" has more than one part after <target>; a tool service \
-             subscribes to one"
-        ));
     }
     if parts.version != version {
         let found = parts.version;
@@ -159,6 +153,12 @@ mod tests {
             fill_template(&short, "v1r3", "p", "c", "a").unwrap(),
             "cg.v1r3.p.c.cmd.tool.search.run"
         );
+        // The suffix may have several parts.
+        let long = expand_target("cmd.tool.search.run.fast", "v1r3", "p").unwrap();
+        assert_eq!(
+            fill_template(&long, "v1r3", "p", "c", "a").unwrap(),
+            "cg.v1r3.p.c.cmd.tool.search.run.fast"
+        );
         // A server with a newer version has its streams under that version.
         assert_eq!(
             fill_template(full, "v1r4", "p", "c", "a").unwrap(),
@@ -173,8 +173,9 @@ mod tests {
             "cg.v1r3.{project_id}.{channel_id}.cmd.tool.sea rch.run",
             "cg.v1r3.{project_id}.{channel_id}.cmd.tool.{what}.run",
             "cg.v1r3.{project_id}.{channel_id}.cmd.tool..run",
-            "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run.fast",
-            "cmd.tool.search.run.fast",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run..fast",
+            "cmd.tool.search.run.",
+            "cmd.tool.search.run.>",
             "cg.v1r4.{project_id}.{channel_id}.cmd.tool.search.run",
         ] {
             assert!(expand_target(bad, "v1r3", "p").is_err(), "{bad}");

@@ -62,6 +62,7 @@ impl TurnEvent {
                 "stats": { "turn_epoch": turn.epoch },
             });
             let words = [
+                ("deliverable_card_id", turn.deliverable_card_id.clone()),
                 ("tool_result_card_id", task.tool_result_card_id),
                 ("error_code", task.error_code.map(str::to_owned)),
                 ("error", task.error),

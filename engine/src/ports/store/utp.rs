@@ -62,6 +62,9 @@ pub struct SharedTableReport {
     pub source_agent_id: Option<String>,
     /// The report itself, as JSON.
     pub payload: String,
+    /// Headers of the report, as names and values, with the parts of its identity that the row has
+    /// in columns.
+    pub headers: Vec<(String, String)>,
 }
 
 /// The disposition of a report from the shared tables.

@@ -27,6 +27,8 @@ use crate::utp::inbox::derive_inbox_id;
 
 /// Maximum number of calls in one step.
 const MAX_CALLS: usize = 128;
+/// Maximum number of inbox items to search for results of a turn.
+const MAX_UNREAD_ITEMS: usize = 1_000;
 
 /// A request for one call of a step.
 #[derive(Debug, Clone)]
@@ -124,8 +126,7 @@ impl Utp {
         let mut out = self.step_calls(&turn).await?;
         out.retain(|call| call.epoch == turn.epoch && call.step_id != step_id);
         let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
-        let waiting_inbox = self.core.store.utp().inbox(&caller.project, agent_id, 1).await;
-        let inbox_open = !waiting_inbox.map_err(from_store_error)?.is_empty();
+        let inbox_open = self.has_unread_results(&turn, &out).await?;
         let sent = request.calls.iter().map(|call| {
             let route = build_route(&turn, &step_id, call);
             self.send_step_call(&agent, &turn, route, call, inbox_open)
@@ -160,6 +161,20 @@ impl Utp {
         let step_id = turn.step_id.clone().unwrap_or_default();
         let calls = self.load_step_calls(&turn, &step_id).await?;
         Ok(DispatchedStep { turn, calls })
+    }
+
+    /// Returns true if the inbox has results of these calls of the turn. Items of other turns do
+    /// not count: they stay in the inbox when this turn ends.
+    async fn has_unread_results(&self, turn: &Turn, calls: &[StepCall]) -> Result<bool, Error> {
+        let received: Vec<&String> =
+            calls.iter().filter_map(|call| call.inbox_id.as_ref()).collect();
+        if received.is_empty() {
+            return Ok(false);
+        }
+        let inbox = self.core.store.utp();
+        let unread = inbox.inbox(&turn.project, &turn.agent_id, MAX_UNREAD_ITEMS).await;
+        let unread = unread.map_err(from_store_error)?;
+        Ok(unread.iter().any(|item| received.contains(&&item.inbox_id)))
     }
 
     /// Leaves the calls that started before one was refused: a repetition of the request finds
@@ -513,7 +528,8 @@ impl Utp {
         let found = self.registry.catalog().find(&agent.project, tool);
         let ends = found.and_then(|entry| entry.definition.binding.clone());
         if inbox_open && ends.is_some_and(|utp| utp.after_execution == AfterExecution::Terminate) {
-            let message = "inbox_not_empty: take the items of the inbox before the turn ends";
+            let message =
+                "inbox_not_empty: results of this turn wait in the inbox; resume the turn first";
             return Some(Fault::new(Code::Conflict, message).without_side_effect());
         }
         None

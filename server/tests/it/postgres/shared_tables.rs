@@ -9,7 +9,7 @@ use crate::support::nats::{Nats, NatsPeer, report, tool};
 use crate::support::{Api, Server, process, until};
 
 /// The documented privileges of a tool service.
-const GRANTS: &str = "
+pub(super) const GRANTS: &str = "
     GRANT USAGE ON SCHEMA resource, state TO tool_service;
     GRANT SELECT, INSERT, UPDATE ON public.cards TO tool_service;
     GRANT SELECT ON resource.tools, resource.project_agents TO tool_service;
@@ -279,4 +279,56 @@ async fn a_report_written_while_the_server_is_down_is_processed_at_startup() {
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "n": 3 })));
     server.stop().await;
     database.drop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_result_card_with_the_lineage_of_another_call_is_refused() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let (id, command) = fixture.command().await;
+    fixture.put_card(&command, "r1", &json!({ "n": 1 })).await;
+    let good = report(&command, "r1", "success");
+    let set = async |name: &str, value: Value| {
+        let sql = "UPDATE public.cards SET metadata = metadata || jsonb_build_object($1::text, \
+                   $2::jsonb) WHERE card_id = 'r1'";
+        fixture.sql.execute(sql, &[&name, &value]).await.unwrap();
+    };
+    let own_step = command["step_id"].clone();
+    for (name, own) in
+        [("step_id", own_step), ("trace_id", json!(null)), ("parent_step_id", json!(null))]
+    {
+        set(name, json!("other")).await;
+        let inbox_id = format!("inbox_{name}");
+        fixture.report(&inbox_id, &good).await;
+        assert_eq!(fixture.wait_for_status(&inbox_id).await, "error", "{name}");
+        let dead = fixture.api.get("/v1/dead_letters?limit=1").await.is(200);
+        let dead = &dead["dead_letters"][0];
+        assert_eq!(dead["reason"], "wrong_card", "{dead}");
+        let message = dead["message"].as_str().unwrap();
+        assert!(message.contains(&format!("metadata.{name} is not")), "{dead}");
+        assert_eq!(fixture.api.call(&id).await["status"], "PENDING", "{name}");
+        set(name, own).await;
+    }
+    fixture.report("inbox_good", &good).await;
+    assert_eq!(fixture.api.finished(&id).await["result"], json!({ "n": 1 }));
+    fixture.database.drop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_timeout_does_not_deny_that_a_service_took_the_call() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 1_500 });
+    let id = fixture.api.invoke_with("hand.work", body).await;
+    let command = fixture.peer.next("hand").await;
+    command.ack().await;
+    // The service reads the arguments, which the server cannot see, and works until too late.
+    let sql = "SELECT content FROM public.cards WHERE card_id = $1";
+    let card = command.payload["tool_call_card_id"].as_str().unwrap();
+    fixture.sql.query_one(sql, &[&card]).await.unwrap();
+    let call = fixture.api.finished(&id).await;
+    assert_eq!(call["status"], "TIMEOUT");
+    let message = call["error"]["message"].as_str().unwrap();
+    assert!(!message.contains("no executor took"), "{message}");
+    assert!(message.contains("hand.work did not answer within 1500 ms"), "{message}");
+    assert!(message.contains("no tool service announced that it took the call"), "{message}");
+    fixture.database.drop().await;
 }

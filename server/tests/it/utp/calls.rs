@@ -401,3 +401,22 @@ async fn a_definition_sets_the_time_of_an_attempt() {
         (&json!(300), &json!(5_000))
     );
 }
+
+#[tokio::test]
+async fn a_command_subject_may_have_several_parts_after_its_target() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    let target = json!({ "target_subject": "cmd.tool.echo.run.fast.today" });
+    let defined = api.post("/projects/default/tools", tool("echo.work", "echo", target)).await;
+    let full = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.echo.run.fast.today";
+    assert_eq!(defined.is(201)["target_subject"], full);
+    let _host = nats
+        .host("echo", |host| host.with_tool("echo.work", |job| async move { Ok(job.args) }))
+        .await;
+    let id = api.invoke("echo.work", json!({ "n": 1 })).await;
+    assert_eq!(api.finished(&id).await["result"], json!({ "n": 1 }));
+    let subject = "cg.v1r3.default.public.cmd.tool.echo.run.fast.today";
+    let command = nats.peer().await.next_on(subject, "reader").await;
+    assert_eq!(command.payload["tool_call_id"], id.as_str());
+}

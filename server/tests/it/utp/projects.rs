@@ -125,7 +125,8 @@ async fn an_invalid_definition_is_rejected_with_400_and_a_reason() {
         (with(&[("target_subject", json!("zzz.cmd.tool."))]), "target_subject"),
         (with(&[("target_subject", json!("cmd.sys.pmo.internal.x"))]), "cmd.tool"),
         (with(&[("target_subject", json!("cmd.tool.*.run"))]), "wildcard"),
-        (with(&[("target_subject", json!("cmd.tool.count.run.fast"))]), "more than one part"),
+        (with(&[("target_subject", json!("cmd.tool.count.run..fast"))]), "empty part"),
+        (with(&[("target_subject", json!("cmd.tool.count.run.>"))]), "wildcard"),
         (
             with(&[("target_subject", json!("cg.v1r4.{project_id}.{channel_id}.cmd.tool.a.b"))]),
             "version \"v1r4\"",

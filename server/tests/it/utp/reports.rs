@@ -128,7 +128,16 @@ async fn a_malformed_report_becomes_a_dead_letter() {
     let mismatch = "after_execution_mismatch";
     fixture.assert_rejected(&id, changed(after, json!("terminate")), "bad_request", mismatch).await;
     let card = "tool_result_card_id";
-    fixture.assert_rejected(&id, changed(card, Value::Null), "bad_request", "malformed").await;
+    for missing in [Value::Null, json!(" ")] {
+        let mut body = changed(card, missing);
+        fixture.assert_rejected(&id, body.clone(), "bad_request", "malformed").await;
+        // An inline card does not replace the id, whatever id the card has.
+        let own_id = command["tool_call_card_id"].as_str().unwrap().replace("_call", "_result");
+        for card_id in ["r1", own_id.as_str()] {
+            body["card"] = result_card(command, card_id, "success", json!({ "n": "r1" }));
+            fixture.assert_rejected(&id, body.clone(), "bad_request", "malformed").await;
+        }
+    }
     fixture.assert_rejected(&id, changed(card, json!("nothing")), "not_found", "no_card").await;
     // The card of another call, a card that is no result, and a card with another status.
     fixture.assert_rejected(&id, changed(card, json!("r2")), "bad_request", "wrong_card").await;

@@ -229,6 +229,51 @@ async fn utp_serve_executes_builtin_tools() {
     assert_eq!(api.finished(&id).await["error"]["code"], "BAD_REQUEST", "UTP's bad_request");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn utp_serve_says_that_it_cannot_read_cards_and_what_it_needs() {
+    let Some(nats) = Nats::start().await else { return };
+    let data = tempfile::tempdir().unwrap();
+    let log = data.path().join("log");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+    command.args(["utp", "serve", "--target", "crib", "--nats", &nats.url()]);
+    command.arg("--data-dir").arg(data.path()).current_dir(data.path());
+    command.env("TOOLCRIB_LOG__FORMAT", "text");
+    command.stdout(Stdio::null()).stderr(std::fs::File::create(&log).unwrap());
+    let _service = ChildGuard(command.spawn().unwrap());
+    let wait_for_line = |words: Vec<&'static str>| {
+        let log = log.clone();
+        async move {
+            until(&format!("a line with {words:?}"), || async {
+                let text = std::fs::read_to_string(&log).unwrap();
+                let is_line = |line: &&str| words.iter().all(|word| line.contains(word));
+                text.lines().find(is_line).map(str::to_owned)
+            })
+            .await
+        }
+    };
+    // Before the first command: no server answers requests for cards.
+    let subject = "cg.v1r3.default.public.rpc.sys.cards.get";
+    let needs = "toolcrib serve --nats";
+    wait_for_line(vec!["WARN", "cards cannot be read", subject, needs]).await;
+    // A command of another project names the subject that it needs.
+    let peer = nats.peer().await;
+    let command = json!({
+        "tool_call_id": "c", "agent_turn_id": "t", "turn_epoch": 1, "agent_id": "a",
+        "tool_name": "calculation.eval", "after_execution": "suspend", "tool_call_card_id": "k",
+    });
+    let body = command.to_string().into_bytes();
+    peer.command("cg.v1r3.shop.public.cmd.tool.crib.run", body).await;
+    wait_for_line(vec!["WARN", "cg.v1r3.shop.public.rpc.sys.cards.get", needs]).await;
+    // With a server, cards can be read.
+    let server = nats.server().await;
+    wait_for_line(vec!["INFO", "cards can be read"]).await;
+    let api = server.api();
+    let sum = tool("sum.work", "crib", json!({}));
+    api.post("/projects/default/tools", sum).await.is(201);
+    let id = api.invoke("sum.work", json!({})).await;
+    assert_eq!(api.finished(&id).await["taken_by"], "tool.toolcrib");
+}
+
 /// Returns `toolcrib utp serve` on this data directory, with a secret that only it has.
 fn utp_serve_command(
     nats: &Nats,

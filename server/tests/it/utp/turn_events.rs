@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::support::nats::{Nats, NatsPeer, tool};
+use crate::support::nats::{Nats, NatsPeer, report, result_card, tool};
 
 async fn next_event(peer: &NatsPeer, kind: &str) -> (Value, String) {
     let subject = format!("cg.v1r3.default.public.evt.agent.ada.{kind}");
@@ -61,6 +61,48 @@ async fn a_turn_publishes_its_states_steps_and_end() {
     api.post("/v1/agents/ada/turns/t2/finish", json!({ "turn_epoch": 1 })).await.is(200);
     let (task, _) = next_event(&peer, "task").await;
     assert_eq!((&task["agent_turn_id"], &task["status"]), (&json!("t2"), &json!("success")));
+}
+
+#[tokio::test]
+async fn the_end_of_a_turn_names_its_deliverable() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let (api, peer) = (server.api(), nats.peer().await);
+    api.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
+    let card = json!({
+        "card_id": "answer", "type": "task.deliverable", "author_id": "ada",
+        "content": { "__type__": "TextContent", "text": "42" },
+    });
+    api.post("/v1/cards", card).await.is(201);
+    api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t1" })).await.is(201);
+    let finish = |card: &str| json!({ "turn_epoch": 1, "deliverable_card_id": card });
+    let path = "/v1/agents/ada/turns/t1/finish";
+    api.post(path, finish("nothing")).await.refused(404, "NOT_FOUND");
+    assert_eq!(api.post(path, finish("answer")).await.is(200)["deliverable_card_id"], "answer");
+    let turn = api.get("/v1/agents/ada/turns/t1").await.is(200);
+    assert_eq!(turn["deliverable_card_id"], "answer", "{turn}");
+    let (task, _) = next_event(&peer, "task").await;
+    let ended = (&task["status"], &task["deliverable_card_id"]);
+    assert_eq!(ended, (&json!("success"), &json!("answer")), "{task}");
+    // A result that ends the turn is its deliverable.
+    let ends = json!({ "after_execution": "terminate" });
+    api.post("/projects/default/tools", tool("hand.last", "hand", ends)).await.is(201);
+    api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t2" })).await.is(201);
+    let call = json!({ "tool_call_id": "c", "tool_name": "hand.last", "arguments": {} });
+    let step = json!({ "turn_epoch": 1, "calls": [call] });
+    api.post("/v1/agents/ada/turns/t2/dispatch", step).await.is(200);
+    let command = peer.next("hand").await;
+    command.ack().await;
+    let mut body = report(&command.payload, "r1", "success");
+    body["card"] = result_card(&command.payload, "r1", "success", json!({ "answer": 42 }));
+    assert_eq!(peer.request("sys.l0.report", body).await["ok"], true);
+    let resume = json!({ "turn_epoch": 1, "wait_ms": 20_000 });
+    let ended = api.post("/v1/agents/ada/turns/t2/resume", resume).await.is(200);
+    let outcome = (&ended["status"], &ended["deliverable_card_id"]);
+    assert_eq!(outcome, (&json!("finished"), &json!("r1")), "{ended}");
+    let (task, _) = next_event(&peer, "task").await;
+    let cards = (&task["deliverable_card_id"], &task["tool_result_card_id"]);
+    assert_eq!(cards, (&json!("r1"), &json!("r1")), "{task}");
 }
 
 #[tokio::test]

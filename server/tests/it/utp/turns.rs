@@ -254,16 +254,60 @@ async fn an_invalid_call_of_a_step_fails_immediately() {
         fixture.api.get(&format!("/v1/cards/{card}")).await.is(200);
     }
     assert_eq!(result_of("not-object")["status"], "success");
-    // A tool that ends the turn is rejected while the inbox has items.
+}
+
+#[tokio::test]
+async fn a_tool_that_ends_the_turn_waits_for_results_of_that_turn_only() {
+    let Some(fixture) = Fixture::new().await else { return };
+    // An item of another turn waits in the inbox.
     let other = fixture.lease(json!({})).await;
     fixture.dispatch(&other, json!([call("bad", "hand.nothing", json!({}))])).await;
     assert_eq!(fixture.inbox().await.len(), 1);
-    let sent = fixture.dispatch(&resumed, json!([call("end", "hand.last", json!({}))])).await;
-    let body = json!({ "turn_epoch": sent["turn_epoch"] });
-    let resumed = fixture.act(&turn, "resume", body).await.is(200);
-    let message = resumed["results"][0]["error"]["message"].as_str().unwrap();
+    let turn = fixture.lease(json!({})).await;
+    fixture.dispatch(&turn, json!([call("end", "hand.last", json!({}))])).await;
+    fixture.serve(json!({ "done": true })).await;
+    let body = json!({ "turn_epoch": 1, "wait_ms": 30_000 });
+    let ended = fixture.act(&turn, "resume", body).await.is(200);
+    assert_eq!(
+        (&ended["status"], &ended["results"][0]["status"]),
+        (&json!("finished"), &json!("success"))
+    );
+    // A result of the same turn that the agent has not seen keeps the turn from ending.
+    let turn = fixture.lease(json!({})).await;
+    let first = json!({
+        "turn_epoch": 1, "suspend": false, "calls": [call("first", "hand.nothing", json!({}))],
+    });
+    fixture.act(&turn, "dispatch", first).await.is(200);
+    fixture.dispatch(&turn, json!([call("end", "hand.last", json!({}))])).await;
+    let resumed = fixture.act(&turn, "resume", json!({ "turn_epoch": 1 })).await.is(200);
+    let results = resumed["results"].as_array().unwrap();
+    let end = results.iter().find(|result| result["tool_call_id"] == "end").unwrap();
+    let message = end["error"]["message"].as_str().unwrap();
     assert!(message.contains("inbox_not_empty"), "{resumed}");
     assert_eq!(resumed["status"], "running");
+    // After the agent has acknowledged the items, the turn can end.
+    let body = json!({ "turn_epoch": 2, "calls": [call("again", "hand.last", json!({}))] });
+    fixture.act(&turn, "dispatch", body).await.is(200);
+    fixture.serve(json!({})).await;
+    let body = json!({ "turn_epoch": 2, "wait_ms": 30_000 });
+    assert_eq!(fixture.act(&turn, "resume", body).await.is(200)["status"], "finished");
+}
+
+#[tokio::test]
+async fn finish_refuses_unknown_fields() {
+    let Some(fixture) = Fixture::new().await else { return };
+    let turn = fixture.lease(json!({ "agent_turn_id": "t1" })).await;
+    let body = json!({ "turn_epoch": 1, "deliverable": "r1" });
+    let error = fixture.act(&turn, "finish", body).await.refused(400, "BAD_REQUEST");
+    assert!(error["message"].as_str().unwrap().contains("deliverable"), "{error}");
+    let body = json!({ "agent_turn_id": "t1", "turn_epoch": 1, "deliverable": "r1" });
+    let refused = fixture.peer.request("agent.ada.finish", body).await;
+    assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
+    assert!(refused["error"]["message"].as_str().unwrap().contains("deliverable"), "{refused}");
+    let now = fixture.api.get("/v1/agents/ada/turns/t1").await.is(200);
+    assert_eq!(now["status"], "running", "nothing was finished");
+    let body = json!({ "agent_turn_id": "t1", "turn_epoch": 1, "reason": "done" });
+    assert_eq!(fixture.peer.request("agent.ada.finish", body).await["status"], "finished");
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use async_nats::{HeaderMap, Request};
+use async_nats::{HeaderMap, Request, RequestError, RequestErrorKind};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -11,15 +11,20 @@ use serde_json::value::RawValue;
 use toolcrib_protocol::utp::{NatsConnection, wire};
 
 use crate::utp::host::coalescer::BatchRpc;
+use crate::utp::host::server_reachability::ServerReachability;
 
 /// Time for which batches of reports are not tried after the server has rejected one as unknown.
 const BATCH_RETRY_AFTER: Duration = Duration::from_secs(60);
+
+/// Interval between checks for a server.
+const SERVER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The RPC connection of a tool host, with its sender name.
 #[derive(Clone)]
 pub(super) struct HostRpcClient {
     pub(super) connection: NatsConnection,
     pub(super) sender: String,
+    pub(super) reachability: ServerReachability,
 }
 
 impl HostRpcClient {
@@ -37,12 +42,43 @@ impl HostRpcClient {
         body: Vec<u8>,
     ) -> Option<T> {
         let request = Request::new().payload(body.into()).headers(headers);
-        match self.connection.client().send_request(subject, request).await {
-            Ok(reply) => serde_json::from_slice(&reply.payload).ok(),
+        match self.connection.client().send_request(subject.clone(), request).await {
+            Ok(reply) => {
+                self.reachability.record_reply(&subject);
+                serde_json::from_slice(&reply.payload).ok()
+            }
             Err(error) => {
+                if is_unanswered(&error) {
+                    self.reachability.record_no_reply(&subject);
+                }
                 tracing::debug!(%error, "no reply; sending each request alone");
                 None
             }
+        }
+    }
+}
+
+/// Returns true if no server answered a request that was sent.
+pub(super) fn is_unanswered(error: &RequestError) -> bool {
+    matches!(error.kind(), RequestErrorKind::NoResponders | RequestErrorKind::TimedOut)
+}
+
+impl HostRpcClient {
+    /// Asks for no card, again and again until a server answers. The reply is an error, and shows
+    /// that cards can be read.
+    pub(super) async fn wait_for_server(&self, project: &str) {
+        let subject =
+            format!("cg.{}.{project}.public.rpc.sys.cards.get", self.connection.version());
+        let body = b"{\"card_ids\": []}".to_vec();
+        loop {
+            self.connection.wait_until_connected().await;
+            let headers = self.headers("");
+            let reply: Option<Value> =
+                self.request_once(subject.clone(), headers, body.clone()).await;
+            if reply.is_some() {
+                return;
+            }
+            tokio::time::sleep(SERVER_CHECK_INTERVAL).await;
         }
     }
 }

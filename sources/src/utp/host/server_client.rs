@@ -18,6 +18,7 @@ use super::ToolJobResult;
 use super::command::{CommandError, ReceivedCommand};
 use crate::utp::host::batched_rpc::{
     CardRequest, CardsRpc, FetchedCard, HostRpcClient, ReportReply, ReportRequest, ReportsRpc,
+    is_unanswered,
 };
 use crate::utp::host::coalescer::Coalescer;
 
@@ -95,7 +96,10 @@ impl ServerClient {
         while Instant::now() < until {
             let request = Request::new().payload(bytes.clone()).headers(headers.clone());
             match self.rpc.connection.client().send_request(subject.to_owned(), request).await {
-                Ok(reply) => return Some(reply.payload),
+                Ok(reply) => {
+                    self.rpc.reachability.record_reply(subject);
+                    return Some(reply.payload);
+                }
                 Err(error) if error.kind() == async_nats::RequestErrorKind::MaxPayloadExceeded => {
                     let refused = json!({ "ok": false, "error": {
                         "code": "too_large",
@@ -103,7 +107,12 @@ impl ServerClient {
                     }});
                     return Some(refused.to_string().into());
                 }
-                Err(error) => tracing::debug!(%error, subject, "no reply; retrying"),
+                Err(error) => {
+                    if is_unanswered(&error) {
+                        self.rpc.reachability.record_no_reply(subject);
+                    }
+                    tracing::debug!(%error, subject, "no reply; retrying");
+                }
             }
             tokio::time::sleep(wait).await;
             wait = (wait * 2).min(Duration::from_secs(2));

@@ -51,6 +51,7 @@ pub fn turn(turn_id: &str, version: u64) -> Turn {
         created_ms: NOW,
         updated_ms: NOW,
         reason: None,
+        deliverable_card_id: None,
         version,
     }
 }

@@ -9,7 +9,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::{AgentEntry, trace};
-use toolcrib_protocol::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
+use toolcrib_protocol::utp::turn::{
+    self, DispatchBody, FinishBody, LeaseBody, resumed_body, turn_body,
+};
 use toolcrib_protocol::utp::wire;
 use utoipa::{IntoParams, ToSchema};
 
@@ -244,7 +246,7 @@ pub(super) async fn dispatch(
 pub(super) struct TurnBody {
     /// The epoch as the agent knows it. Not required for stop.
     turn_epoch: Option<u64>,
-    /// For finish and stop: the reason, published with the end of the turn.
+    /// For stop: the reason, published with the end of the turn.
     reason: Option<String>,
     /// For resume: maximum time to wait for open calls, in milliseconds.
     wait_ms: Option<u64>,
@@ -320,21 +322,17 @@ pub(super) async fn resume(
 /// Ends a running turn.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
-        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = FinishBody,
     responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn finish(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     path: TurnPath,
-    JsonBody(body): JsonBody<TurnBody>,
+    JsonBody(body): JsonBody<FinishBody>,
 ) -> Result<Json<Value>, ApiError> {
-    let epoch = body.epoch()?;
-    let turn = state
-        .engine
-        .utp()
-        .finish_turn(&caller, &path.agent, &path.turn, epoch, body.reason())
-        .await?;
+    let finish = body.into_finish()?;
+    let turn = state.engine.utp().finish_turn(&caller, &path.agent, &path.turn, finish).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 

@@ -263,6 +263,9 @@ fn to_outbox_message(dead_letter: &DeadLetter, now_ms: u64) -> Result<OutboxMess
         Error::refused(Code::Conflict, message)
     };
     let (kind, project) = (dead_letter.kind.as_str(), dead_letter.project.as_str());
+    if subject::parse(&dead_letter.subject).is_some_and(|parts| parts.component == "sys") {
+        return Err(unusable("this server executes no cmd.sys commands"));
+    }
     if kind == "command" && !subject::is_command_of(&dead_letter.subject, project) {
         return Err(unusable("its subject is not that of a command for a tool of this project"));
     }
