@@ -1,9 +1,12 @@
 //! The access rules against a reference evaluator that is written another way: deny before allow,
 //! no rule means no, and patterns match whole names.
 
-use toolcrib::domain::access_rules::{AccessRule, RuleVerdict, decide};
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
+use toolcrib::domain::caller::AuthMethod;
+use toolcrib::{Caller, Engine, Role};
 
-const CASES: u64 = 100_000;
+const RULE_SETS: u64 = 1_000;
+const CASES_PER_SET: u64 = 100;
 
 /// Pseudorandom numbers that are reproducible from a seed (SplitMix64).
 struct SeededRng(u64);
@@ -44,40 +47,54 @@ fn matches(pattern: &str, name: &str) -> bool {
     reachable[name.len()]
 }
 
-fn is_allowed(rules: &[AccessRule], project: &str, agent: &str, tool: &str) -> bool {
+/// An agent or `*`, a pattern, and a verdict.
+type ShortRule = (String, String, RuleVerdict);
+
+fn is_allowed(rules: &[ShortRule], agent: &str, tool: &str) -> bool {
     let verdicts: Vec<RuleVerdict> = rules
         .iter()
-        .filter(|rule| rule.project == project)
-        .filter(|rule| [agent, "*"].contains(&rule.agent.as_str()))
-        .filter(|rule| matches(&rule.pattern, tool))
-        .map(|rule| rule.verdict)
+        .filter(|(of, _, _)| [agent, "*"].contains(&of.as_str()))
+        .filter(|(_, pattern, _)| matches(pattern, tool))
+        .map(|(_, _, verdict)| *verdict)
         .collect();
     verdicts.contains(&RuleVerdict::Allow) && !verdicts.contains(&RuleVerdict::Deny)
 }
 
-#[test]
-fn decisions_equal_those_of_a_reference_evaluator() {
+fn random_rules(rng: &mut SeededRng) -> Vec<ShortRule> {
+    let rule = |rng: &mut SeededRng| {
+        let agent = rng.pick(&["ada", "bob", "*"]).to_owned();
+        let pattern = rng.text(&["a", "b", ".", "*", "*", "ab"], 5);
+        let verdict = if rng.below(3) == 0 { RuleVerdict::Deny } else { RuleVerdict::Allow };
+        (agent, pattern, verdict)
+    };
+    (0..rng.below(7)).map(|_| rule(rng)).collect()
+}
+
+#[tokio::test]
+async fn decisions_equal_those_of_a_reference_evaluator() {
+    let engine = Engine::builder().start().await.unwrap();
+    let operator = Caller::local("p");
     let mut rng = SeededRng(20_261_118);
     let mut allowed = 0;
-    for case in 0..CASES {
-        let rules: Vec<AccessRule> = (0..rng.below(7))
-            .map(|_| AccessRule {
-                project: rng.pick(&["p", "q"]).to_owned(),
-                agent: rng.pick(&["ada", "bob", "*"]).to_owned(),
-                pattern: rng.text(&["a", "b", ".", "*", "*", "ab"], 5),
-                verdict: match rng.below(3) {
-                    0 => RuleVerdict::Deny,
-                    _ => RuleVerdict::Allow,
-                },
-            })
-            .collect();
-        let (project, agent) = (rng.pick(&["p", "q"]), rng.pick(&["ada", "bob", "eve"]));
-        let tool = rng.text(&["a", "b", ".", "ab"], 6);
-        let expected = is_allowed(&rules, project, agent, &tool);
-        let decided = decide(rules.iter(), project, agent, &tool);
-        assert_eq!(decided.is_allowed(), expected, "case {case}: {agent} {tool} {rules:?}");
-        allowed += u64::from(expected);
+    for _ in 0..RULE_SETS {
+        let rules = random_rules(&mut rng);
+        let stored = rules.iter().enumerate().map(|(n, (agent, pattern, verdict))| {
+            let short = AccessRule::short("p", agent, pattern, *verdict);
+            AccessRule { id: format!("rule-{n}"), ..short }
+        });
+        let stored = stored.collect();
+        engine.admin().replace_rules(&operator, "p", stored, "random").await.unwrap();
+        for _ in 0..CASES_PER_SET {
+            let (project, agent) = (rng.pick(&["p", "p", "q"]), rng.pick(&["ada", "bob", "eve"]));
+            let tool = rng.text(&["a", "b", ".", "ab"], 6);
+            let expected = project == "p" && is_allowed(&rules, agent, &tool);
+            let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
+            let decided = engine.registry().is_allowed(&caller, &tool);
+            assert_eq!(decided, expected, "{project} {agent} {tool} {rules:?}");
+            allowed += u64::from(expected);
+        }
     }
     // Both verdicts occur often enough to mean something.
-    assert!((CASES / 20..CASES * 19 / 20).contains(&allowed), "{allowed} of {CASES} allowed");
+    let cases = RULE_SETS * CASES_PER_SET;
+    assert!((cases / 20..cases * 19 / 20).contains(&allowed), "{allowed} of {cases} allowed");
 }

@@ -74,7 +74,6 @@ mod tests {
     fn shortened_texts_fit_their_budget_and_never_cut_an_id() {
         let id = "tc_01M7H23XDKQJPB0X7SZ7GG11CR";
         let ticket = PendingNotice {
-            approval_id: None,
             status: "pending",
             tool_call_id: id,
             task_id: Some(id),
