@@ -1,7 +1,6 @@
 //! The PostgreSQL store: opens the database and implements the `Store` port with one writer and a
 //! few concurrent readers.
 
-mod approvals;
 mod calls;
 mod change;
 mod credentials;

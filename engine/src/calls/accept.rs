@@ -4,6 +4,7 @@
 //! A call that must wait is stored with a [`Hold`]; `queue_or_hold` in `dependents.rs` keeps it out
 //! of the queue until an event releases it.
 
+mod access_check;
 pub(crate) mod approval_request;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -319,6 +320,12 @@ impl Calls {
         policy
     }
 
+    /// Returns the maximum number of open calls, in all and of one project.
+    fn max_open_calls(&self) -> (usize, usize) {
+        let limits = &self.core.limits;
+        (limits.max_open_calls, limits.max_open_calls_per_project)
+    }
+
     /// Commits the call, already claimed if a slot is free, and starts it.
     pub(crate) async fn commit_call(
         self: Arc<Self>,
@@ -329,8 +336,7 @@ impl Calls {
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
-        let limits = &self.core.limits;
-        let maximum = (limits.max_open_calls, limits.max_open_calls_per_project);
+        let maximum = self.max_open_calls();
         self.dispatcher.record_clock_step(wall_offset_ms).await;
         let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
         let now_ms = self.core.now_ms();
@@ -338,8 +344,8 @@ impl Calls {
         let mut reservation = match reserved {
             Ok(reservation) => reservation,
             Err(exceeded) => {
-                return Box::pin(self.replay_or(&call.project, key, capacity_error(exceeded)))
-                    .await;
+                let error = capacity_error(exceeded);
+                return Box::pin(self.replay_or(&call.project, key, error)).await;
             }
         };
         let (approval, held) = approval.unzip();

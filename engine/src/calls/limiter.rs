@@ -62,7 +62,7 @@ impl SlotScope {
 /// Identifies a queue: its project and tool, and the members with a limit.
 type QueueId = (Arc<QueueKey>, Option<Arc<SlotMembers>>);
 
-/// Maximum numbers of slots in use of the engine, a project, a tool and the members. `None` means no
+/// Maximum numbers of slots in use of the engine, a project, a tool and the members. `None` sets no
 /// limit.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ConcurrencyCaps {

@@ -1,7 +1,6 @@
 //! Routes a call: resolves its tool and fallbacks, its client, and the concurrency limits that
 //! apply; stops it if the access rules no longer allow its tool.
 
-mod access_check;
 use std::borrow::Cow;
 use std::sync::{Arc, Weak};
 

@@ -16,8 +16,8 @@ use crate::domain::json::Json;
 use crate::ports::core::from_store_error;
 use crate::ports::engine_metrics;
 use crate::registry::Registry;
-use crate::registry::rules::compiled_rule::{RuleCheck, RuleInput, ToolProperties};
-use crate::registry::rules::index::ProjectRuleIndex;
+use crate::registry::catalog::rule_index::ProjectRuleIndex;
+use crate::registry::catalog::rule_index::compiled_rule::{RuleCheck, RuleInput, ToolProperties};
 
 /// The object of an access check.
 #[derive(Debug, Clone, Copy)]

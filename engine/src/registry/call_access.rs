@@ -4,7 +4,7 @@
 
 use super::authorize::AccessRequest;
 use super::catalog::Catalog;
-use super::rules::compiled_rule::ToolProperties;
+use super::catalog::rule_index::compiled_rule::ToolProperties;
 use crate::domain::access_rules::RuleAction;
 use crate::domain::call::Call;
 use crate::domain::caller::{Caller, CallerAttributes};

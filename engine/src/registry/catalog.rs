@@ -6,11 +6,13 @@
 
 mod project_map;
 mod registration_checks;
+pub(crate) mod rule_index;
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use project_map::{NameMap, ProjectMap};
+use rule_index::RuleIndex;
 use serde_json::json;
 
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
@@ -29,7 +31,6 @@ use crate::ports::clock::Clock;
 use crate::ports::core::{ExecutionPolicies, from_store_error};
 use crate::ports::store::SaveResult;
 use crate::registry::credentials::CredentialIndex;
-use crate::registry::rules::index::RuleIndex;
 use crate::registry::{Registry, model_tool_names};
 use crate::schema::{self, CompileBudget, Schema};
 

@@ -1,11 +1,8 @@
 //! Administration of access rules. Every change makes a new version of the project's rules, and a
 //! change that is refused leaves the present version in force.
 
-pub(crate) mod compiled_rule;
-pub(crate) mod condition;
 mod document;
 mod explain;
-pub(crate) mod index;
 mod lint;
 mod rehearse;
 mod report_documents;
@@ -21,6 +18,8 @@ use crate::domain::fault::{Code, Error};
 use crate::ports::core::from_store_error;
 use crate::registry::Admin;
 use crate::registry::catalog::Catalog;
+use crate::registry::catalog::rule_index::ProjectRuleIndex;
+use crate::registry::catalog::rule_index::condition::RuleCondition;
 
 pub use document::{parse_rule, parse_rule_set, render_rule};
 pub use explain::{ConsideredRule, ExplainRequest, Explanation};
@@ -203,7 +202,7 @@ impl Admin {
         let present = self.rules(caller)?.rules;
         let (catalog, project) = (self.registry.catalog(), caller.project.clone());
         let linting = tokio::task::spawn_blocking(move || {
-            let index = index::ProjectRuleIndex::new(proposed.unwrap_or(present), None);
+            let index = ProjectRuleIndex::new(proposed.unwrap_or(present), None);
             lint::lint(&catalog, &project, &index)
         });
         linting.await.map_err(|error| Error::Internal(Box::new(error)))
@@ -253,7 +252,7 @@ fn check_against_tools(
     for (n, rule) in rules.iter().enumerate() {
         let Some(source) = &rule.when else { continue };
         let pointer = if pointer.is_empty() { String::new() } else { format!("{pointer}/{n}") };
-        let compiled = condition::RuleCondition::compile(source);
+        let compiled = RuleCondition::compile(source);
         let compiled = compiled.map_err(|error| document::invalid_condition(&pointer, &error))?;
         for name in rule.tools.iter().filter(|name| !name.contains('*')) {
             let Some(entry) = catalog.find(&rule.project, name) else { continue };

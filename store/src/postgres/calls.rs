@@ -1,6 +1,8 @@
 //! The SQL of calls. Inserts and updates of calls are pipelined.
 
+mod approvals;
 mod usage;
+use approvals::insert_approval;
 use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::domain::call::{Call, Status};
@@ -11,7 +13,6 @@ use toolcrib::ports::store::{
     CallFilter, CreateCallResult, IdempotencyKey, OpenCallRow, PurgeResult, SaveResult, StoreError,
 };
 
-use super::approvals::insert_approval;
 use super::change::{Change, ChangeFuture, WriterConnection};
 use super::directory::audit::insert_audit_entry;
 use super::writer_lease::SequenceCounters;

@@ -5,10 +5,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::condition::{ConditionError, RuleCondition};
 use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, check_pattern};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Effect, Risk};
+use crate::registry::catalog::rule_index::condition::{ConditionError, RuleCondition};
 use crate::registry::keys::check_identifier;
 
 /// The fields of a rule.

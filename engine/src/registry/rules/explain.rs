@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::compiled_rule::{RuleCheck, RuleMatch, ToolProperties};
 use crate::domain::access_rules::{AccessDecision, RuleAction, RuleVerdict};
 use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, Role, RoleSet};
 use crate::domain::fault::Error;
 use crate::domain::json::Json;
 use crate::registry::Admin;
 use crate::registry::authorize::AccessRequest;
+use crate::registry::catalog::rule_index::compiled_rule::{RuleCheck, RuleMatch, ToolProperties};
 
 /// A request to explain.
 #[derive(Debug, Clone)]

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::compiled_rule::{CompiledRule, sources_of};
-use super::index::ProjectRuleIndex;
 use crate::domain::access_rules::{AccessRule, RuleVerdict, pattern_matches};
+use crate::registry::catalog::rule_index::ProjectRuleIndex;
+use crate::registry::catalog::rule_index::compiled_rule::{CompiledRule, sources_of};
 use crate::registry::catalog::{Catalog, CatalogEntry};
 
 /// A finding about one rule.

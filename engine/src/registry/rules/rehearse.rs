@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use super::index::ProjectRuleIndex;
 use crate::domain::access_rules::{AccessDecision, AccessRule, RuleAction};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
@@ -13,7 +12,8 @@ use crate::ports::store::CallFilter;
 use crate::registry::Admin;
 use crate::registry::authorize::{AccessRequest, decide};
 use crate::registry::catalog::Catalog;
-use crate::registry::rules::compiled_rule::ToolProperties;
+use crate::registry::catalog::rule_index::ProjectRuleIndex;
+use crate::registry::catalog::rule_index::compiled_rule::ToolProperties;
 
 /// Number of calls, and their size, that are read at a time.
 const PAGE_CALLS: usize = 1_000;

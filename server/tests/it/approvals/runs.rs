@@ -56,8 +56,8 @@ async fn a_run_waits_for_the_person_and_goes_on_after_a_restart() {
     let run = fixture.api.post("/v1/runs", question).await;
     let id = run.body["run_id"].as_str().unwrap_or_else(|| panic!("{:?}", run.body)).to_owned();
     until_run(&fixture, &id, "WAITING").await;
-    let told = model.requests()[1].last_content();
-    assert!(told.contains("approval"), "the model knows why: {told}");
+    let content = model.requests()[1].last_content();
+    assert!(content.contains("approval"), "the model knows why: {content}");
     let server = fixture.server.restart().await;
     let (api, operator) = (server.api(), server.operator());
     let fixture = Fixture { server, api, operator };
@@ -82,8 +82,8 @@ async fn a_rejection_reaches_the_model() {
     let decision = json!({ "approval_id": approval, "verdict": "reject", "reason": "not to ada" });
     fixture.decide(decision).await;
     until_run(&fixture, &id, "SUCCEEDED").await;
-    let told = model.requests()[2].last_content();
-    assert!(told.contains("not to ada"), "{told}");
+    let content = model.requests()[2].last_content();
+    assert!(content.contains("not to ada"), "{content}");
 }
 
 #[tokio::test]

@@ -107,10 +107,10 @@ async fn rules_are_managed_at_a_running_server() {
     let url = format!("http://127.0.0.1:{}", server.port);
     let token = process::operator_token(&server.data_dir());
     let directory = server.directory.path().to_owned();
-    let beside = directory.clone();
+    let work_dir = directory.clone();
     let command = move |words: &[&str]| {
         let mut command = Command::new(TOOLCRIB);
-        command.args(words).current_dir(&beside).stdin(Stdio::null());
+        command.args(words).current_dir(&work_dir).stdin(Stdio::null());
         command.env("TOOLCRIB_SERVER", &url).env("TOOLCRIB_KEY", &token);
         command
     };

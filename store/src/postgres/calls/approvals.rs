@@ -11,12 +11,12 @@ use toolcrib::domain::id::CallId;
 use toolcrib::ports::store::approvals::{ApprovalCommit, ApprovalFilter, ApprovalStore};
 use toolcrib::ports::store::{IdempotencyKey, SaveResult, StoreError};
 
-use super::calls::{EventColumns, insert_call, update_call};
-use super::change::{Change, ChangeFuture, WriterConnection};
-use super::directory::audit::insert_audit_entry;
-use super::session::{Session, SessionError, SqlParams};
-use super::writer_lease::SequenceCounters;
-use super::{PostgresStore, await_reply, deliveries, limit_param};
+use super::{EventColumns, insert_call, update_call};
+use crate::postgres::change::{Change, ChangeFuture, WriterConnection};
+use crate::postgres::directory::audit::insert_audit_entry;
+use crate::postgres::session::{Session, SessionError, SqlParams};
+use crate::postgres::writer_lease::SequenceCounters;
+use crate::postgres::{PostgresStore, await_reply, deliveries, limit_param};
 use crate::row::{
     APPROVAL_COLUMNS as COLUMNS, ApprovalChangeRow, ApprovalRow, CallRow, RowReader, decode,
     encode, encode_events, read_approval,

@@ -86,8 +86,8 @@ impl Dispatcher {
         true
     }
 
-    /// Holds a call for an approval, unless it has one for exactly its present form. Returns true if
-    /// the call must not start.
+    /// Holds a call for an approval, unless it has one for exactly its present form. Returns true
+    /// if the call must not start.
     async fn hold_unless_approved(
         self: &Arc<Self>,
         call: &Call,

@@ -4,10 +4,13 @@
 //! A rule that names a tool exactly is found by that name. A pattern is found by the text before
 //! its first `*`: for a tool's name, only the prefixes of the lengths that occur are looked up.
 
+pub(crate) mod compiled_rule;
+pub(crate) mod condition;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::compiled_rule::{CompiledRule, RuleCheck, RuleMatch};
+use compiled_rule::{CompiledRule, RuleCheck, RuleMatch};
+
 use crate::domain::access_rules::{
     AccessDecision, AccessRule, AskDecision, Denial, RuleAction, RuleVerdict,
 };
