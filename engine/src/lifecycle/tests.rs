@@ -712,10 +712,8 @@ fn a_repeated_report_of_a_retried_failure_is_a_duplicate() {
     // A numbered duplicate is also recognized while the next attempt is in flight.
     let next = step(&waits, &claim_by("n"), DEADLINE - 1).unwrap().call;
     assert_eq!((next.status, next.attempt), (Status::Running, 2));
-    assert_eq!(
-        step(&next, &failure_report(Some(1), fault()), DEADLINE - 1),
-        Err(Refusal::Duplicate)
-    );
+    let repeated = step(&next, &failure_report(Some(1), fault()), DEADLINE - 1);
+    assert_eq!(repeated, Err(Refusal::Duplicate));
     let late = step(&next, &failure_report(Some(1), Fault::runtime("no ink")), DEADLINE - 1);
     assert!(matches!(late, Err(Refusal::WrongAttempt(_))), "{late:?}");
     // Without a number the report is about the attempt in flight, which may fail in the same way.

@@ -331,8 +331,8 @@ fn modules_beside_each_other_have_no_circles() {
             let mut reached = vec![to];
             let mut next = 0;
             while let Some(at) = reached.get(next).copied() {
-                let beside = edges.iter().filter(|(p, a, _)| p == parent && a == at);
-                for (_, _, b) in beside {
+                let siblings = edges.iter().filter(|(p, a, _)| p == parent && a == at);
+                for (_, _, b) in siblings {
                     if !reached.contains(&b) {
                         reached.push(b);
                     }

@@ -153,7 +153,7 @@ async fn waiting_calls_end_when_their_key_is_revoked_and_running_ones_finish() {
     assert_eq!(denied.filter(|entry| entry["action"] == "call.denied").count(), 3, "{audit}");
 }
 
-/// A key that is revoked while the server is down, or beside it, ends its calls.
+/// A key that is revoked while the server is down, or by a command next to it, ends its calls.
 async fn check_revoked_on_the_command_line(mut server: process::Server) {
     let create = |agent: &str, role: &str| {
         let words = ["keys", "create", "--agent", agent, "--role", role, "--json"];
@@ -162,11 +162,11 @@ async fn check_revoked_on_the_command_line(mut server: process::Server) {
         let created: Value = serde_json::from_slice(&output.stdout).unwrap();
         (process::text(&created, "id"), process::text(&created, "key"))
     };
-    let (admin, down, beside) =
+    let (admin, down, running) =
         (create("boss", "admin"), create("a", "admin"), create("b", "admin"));
     server.start().await;
     let api = Api::new(&format!("127.0.0.1:{}", server.port));
-    let (admin, a, b) = (api.clone().key(&admin.1), api.clone().key(&down.1), api.key(&beside.1));
+    let (admin, a, b) = (api.clone().key(&admin.1), api.clone().key(&down.1), api.key(&running.1));
     admin.register("pc_1", json!([offer("x.one")])).await;
     let (of_a, of_b) = (a.invoke("x.one", json!({})).await, b.invoke("x.one", json!({})).await);
     server.kill();
@@ -182,7 +182,7 @@ async fn check_revoked_on_the_command_line(mut server: process::Server) {
         let revoked = server.command(&["keys", "revoke", id]).output().unwrap();
         assert!(revoked.status.success(), "{}", String::from_utf8_lossy(&revoked.stderr));
     };
-    revoke(&beside.0);
+    revoke(&running.0);
     assert_denied(&admin.finished(&of_b).await);
     assert!(server.stop().await.success());
 }

@@ -228,10 +228,11 @@ async fn a_client_that_cannot_ask_learns_what_is_asked_and_how_to_answer() {
     let api = server.api();
     let legacy = Mcp::legacy(&api).await;
     let params = json!({ "name": "hello.one", "arguments": {} });
-    let told = soon("the legacy response", legacy.ask("tools/call", params)).await.result();
-    assert!(text(&told).contains("Who?"), "{told}");
-    let asking = Mcp::modern(&api);
-    let pending = soon("the response", asking.call("hello.one", json!({}))).await.result();
+    let pending_result =
+        soon("the legacy response", legacy.ask("tools/call", params)).await.result();
+    assert!(text(&pending_result).contains("Who?"), "{pending_result}");
+    let modern = Mcp::modern(&api);
+    let pending = soon("the response", modern.call("hello.one", json!({}))).await.result();
     let id = pending["_meta"]["toolcrib/tool_call_id"].as_str().unwrap();
     for part in [
         "Who?".to_owned(),
