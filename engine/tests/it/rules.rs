@@ -369,13 +369,14 @@ async fn rules_restrict_registration_and_administration() {
     assert!(error.to_string().contains("no-bank"), "{error}");
     engine.registry().register(&provider, register("shop.buy")).await.unwrap();
     let admin = Caller::new("p", "boss", Role::Admin, AuthMethod::Key);
-    engine.admin().rules(&admin).unwrap();
+    let change = || AccessRule::short("p", "ada", "shop.*", RuleVerdict::Allow);
+    engine.admin().set_rule(&admin, change()).await.unwrap();
     let frozen = json!({"verdict": "deny", "agents": ["boss"], "actions": ["administer"]});
     put(&engine, "frozen", frozen).await;
-    let error = engine.admin().rules(&admin).unwrap_err();
+    let error = engine.admin().set_rule(&admin, change()).await.unwrap_err();
     assert!(error.to_string().contains("frozen"), "{error}");
     engine.admin().remove_rule_by_id(&Caller::operator("p"), "p", "frozen").await.unwrap();
-    engine.admin().rules(&admin).unwrap();
+    engine.admin().set_rule(&admin, change()).await.unwrap();
 }
 
 #[tokio::test]

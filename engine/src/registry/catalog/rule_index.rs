@@ -116,7 +116,7 @@ impl ProjectRuleIndex {
         compiled.sort_by(|a, b| (a.rule.verdict, &a.rule.id).cmp(&(b.rule.verdict, &b.rule.id)));
         let conditions = || compiled.iter().filter_map(|compiled| compiled.condition());
         let (uses_args, uses_now) =
-            (conditions().any(|c| c.uses_args), conditions().any(|c| c.uses_now));
+            (conditions().any(|c| c.uses_args()), conditions().any(|c| c.uses_now()));
         let mut by_action: [ActionIndex; RuleAction::ALL.len()] = Default::default();
         for (position, rule) in compiled.iter().enumerate() {
             for action in rule.rule.effective_actions() {

@@ -1,11 +1,11 @@
 //! A rule whose patterns and condition are compiled, and its check against one request.
 
-use std::cell::OnceCell;
+use std::cell::RefCell;
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::condition::{ConditionVariables, RuleCondition};
+use super::condition::{ConditionVariables, RuleCondition, VariableSource};
 use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, pattern_matches};
 use crate::domain::caller::Caller;
 use crate::domain::json::Json;
@@ -71,8 +71,8 @@ pub(crate) struct RuleCheck<'a> {
     pub(crate) input: RuleInput<'a>,
     /// The variables for rules that deny or ask, and for rules that allow: only the former see the
     /// run as a session.
-    restricting: OnceCell<ConditionVariables>,
-    allowing: OnceCell<ConditionVariables>,
+    restricting: RefCell<Option<ConditionVariables>>,
+    allowing: RefCell<Option<ConditionVariables>>,
 }
 
 /// The result of checking one rule.
@@ -90,7 +90,7 @@ pub(crate) enum RuleMatch {
 
 impl<'a> RuleCheck<'a> {
     pub(crate) fn new(input: RuleInput<'a>) -> Self {
-        Self { input, restricting: OnceCell::new(), allowing: OnceCell::new() }
+        Self { input, restricting: RefCell::default(), allowing: RefCell::default() }
     }
 
     fn session(&self, verdict: RuleVerdict) -> Option<&'a str> {
@@ -98,42 +98,74 @@ impl<'a> RuleCheck<'a> {
         asserted.or(self.input.run_id.filter(|_| verdict != RuleVerdict::Allow))
     }
 
-    fn variables(&self, verdict: RuleVerdict) -> &ConditionVariables {
+    fn evaluate(&self, verdict: RuleVerdict, condition: &RuleCondition) -> Result<bool, String> {
         let cell = match verdict {
             RuleVerdict::Allow => &self.allowing,
             RuleVerdict::Deny | RuleVerdict::Ask => &self.restricting,
         };
-        cell.get_or_init(|| {
-            let RuleInput { caller, tool, properties, args, now_ms, .. } = self.input;
-            let attributes = &caller.attributes;
-            let caller = json!({
-                "project": caller.project,
-                "agent": caller.agent,
-                "groups": attributes.groups,
-                "user": attributes.user,
-                "session": self.session(verdict),
-                "environment": attributes.environment,
-                "roles": caller.roles.iter().map(|role| role.as_str()).collect::<Vec<_>>(),
-            });
-            ConditionVariables::new(args, &caller, &describe_tool(tool, properties), now_ms)
-        })
+        let mut variables = cell.borrow_mut();
+        let variables = variables.get_or_insert_default();
+        variables.set(condition, &CheckVariables { check: self, verdict });
+        condition.evaluate(variables)
     }
 }
 
-fn describe_tool(name: &str, properties: ToolProperties<'_>) -> Value {
+/// The variables of a request, for rules of one verdict.
+struct CheckVariables<'c, 'a> {
+    check: &'c RuleCheck<'a>,
+    verdict: RuleVerdict,
+}
+
+impl VariableSource for CheckVariables<'_, '_> {
+    fn args(&self) -> Option<&Json> {
+        self.check.input.args
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.check.input.now_ms
+    }
+
+    fn field(&self, variable: &str, field: &str) -> Value {
+        let input = &self.check.input;
+        if variable == "tool" {
+            return describe_tool(input.tool, input.properties, field);
+        }
+        let (caller, attributes) = (input.caller, &input.caller.attributes);
+        match field {
+            "project" => caller.project.clone().into(),
+            "agent" => caller.agent.clone().into(),
+            "groups" => attributes.groups.clone().into(),
+            "user" => attributes.user.clone().into(),
+            "session" => self.check.session(self.verdict).into(),
+            "environment" => attributes.environment.clone().into(),
+            "roles" => caller.roles.iter().map(|role| role.as_str()).collect(),
+            _ => Value::Null,
+        }
+    }
+}
+
+/// Returns a field of the tool. A name that is no tool has no other fields.
+fn describe_tool(name: &str, properties: ToolProperties<'_>, field: &str) -> Value {
     let ToolProperties::Known(entry) = properties else {
-        return json!({ "name": name, "source": null, "effect": null, "risk": null, "tags": [] });
+        return match field {
+            "name" => name.into(),
+            "tags" => Value::Array(Vec::new()),
+            _ => Value::Null,
+        };
     };
     let definition = &entry.definition;
-    let tagged = definition.metadata.as_ref().filter(|data| data.text().contains("\"tags\""));
-    let tags = tagged.and_then(|data| data.to_value().get("tags").cloned());
-    json!({
-        "name": definition.name,
-        "source": sources_of(definition).last(),
-        "effect": definition.effect.as_str(),
-        "risk": entry.risk.as_str(),
-        "tags": tags.filter(Value::is_array).unwrap_or_else(|| json!([])),
-    })
+    match field {
+        "name" => definition.name.clone().into(),
+        "source" => sources_of(definition).last().into(),
+        "effect" => definition.effect.as_str().into(),
+        "risk" => entry.risk.as_str().into(),
+        _ => {
+            let metadata = definition.metadata.as_ref();
+            let tagged = metadata.filter(|data| data.text().contains("\"tags\""));
+            let tags = tagged.and_then(|data| data.to_value().get("tags").cloned());
+            tags.filter(Value::is_array).unwrap_or_else(|| Value::Array(Vec::new()))
+        }
+    }
 }
 
 /// Returns the names by which rules can match a tool's source: `server` or `client`, the executor,
@@ -230,10 +262,10 @@ impl CompiledRule {
             Some(Err(reason)) => return RuleMatch::Failed(reason.clone()),
             Some(Ok(condition)) => condition,
         };
-        if condition.uses_args && input.args.is_none() {
+        if condition.uses_args() && input.args.is_none() {
             return RuleMatch::UnlessArguments;
         }
-        match condition.evaluate(check.variables(self.rule.verdict)) {
+        match check.evaluate(self.rule.verdict, condition) {
             Ok(true) => RuleMatch::Yes,
             Ok(false) => RuleMatch::No("when"),
             Err(reason) => RuleMatch::Failed(reason),
