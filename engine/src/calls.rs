@@ -73,6 +73,8 @@ pub struct Dispatcher {
     pub(crate) recovered: AtomicBool,
     /// The difference between the time of day and the clock's count, as last recorded.
     pub(crate) wall_offset_ms: AtomicI64,
+    /// True from the start of an engine until every open call of the store has an owner again.
+    pub(crate) is_recovering: AtomicBool,
     pub(crate) approval_index: ApprovalIndex,
     /// Notified when a call has begun to wait for an approval.
     pub(crate) approval_requested: Notify,
@@ -106,6 +108,7 @@ impl Dispatcher {
             attempts: TaskTracker::new(),
             recovered: AtomicBool::new(false),
             wall_offset_ms,
+            is_recovering: AtomicBool::new(false),
             approval_index: ApprovalIndex::default(),
             approval_requested: Notify::new(),
             ended_listeners: OnceLock::new(),

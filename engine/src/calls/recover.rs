@@ -27,6 +27,7 @@ impl Calls {
         let found = self.find_orphaned_calls().await?;
         let adopted: Vec<_> = found.into_iter().filter_map(|call| self.adopt_call(call)).collect();
         self.dispatcher.limiter.end_recovery();
+        self.dispatcher.is_recovering.store(false, Ordering::Release);
         let count = adopted.len();
         let lost = futures::stream::iter(adopted);
         lost.for_each_concurrent(MAX_CONCURRENT, |entry| self.report_owner_lost(entry)).await;

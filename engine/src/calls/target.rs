@@ -65,7 +65,7 @@ impl Dispatcher {
             let Ok(args) = fitting else { continue };
             let (args_known, run_id) = (Some(&args), Some(call.run_id.as_str()));
             let request = AccessRequest { args: args_known, run_id, ..AccessRequest::of(&other) };
-            if catalog.authorize(caller, RuleAction::Invoke, &request).is_allowed() {
+            if !catalog.authorize(caller, RuleAction::Invoke, &request).is_denied() {
                 targets.push(self.build_target(&other, args));
             }
         }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -208,6 +208,7 @@ impl EngineBuilder {
         engine.calls.restore_rates().await?;
         engine.approvals.load().await?;
         engine.calls.dispatcher.limiter.begin_recovery();
+        engine.calls.dispatcher.is_recovering.store(true, Ordering::Release);
         spawn_reconcilers(&engine, retention_ms);
         if let Some(retention_ms) = audit_retention_ms {
             let pruning = maintenance::audit_retention::run(engine.core.clone(), retention_ms);

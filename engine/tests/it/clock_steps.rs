@@ -5,8 +5,11 @@ use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
+use toolcrib::approvals::{DecisionRequest, DecisionVerdict};
 use toolcrib::calls::Until;
+use toolcrib::domain::access_rules::{AccessRule, RuleVerdict};
 use toolcrib::domain::call::Hold;
+use toolcrib::domain::call::approval::ApprovalScope;
 use toolcrib::maintenance::{deadlines, dispatch, purge};
 use toolcrib::ports::clock::{Clock, ManualClock};
 use toolcrib::ports::store::{MemoryStore, Store};
@@ -174,4 +177,51 @@ async fn a_time_of_day_in_the_future_purges_nothing() {
     node.clock.step_wall(HOUR_MS * 24 * 365);
     assert_eq!(purge::run_once(node.engine.calls(), HOUR_MS as u64).await.unwrap(), 0);
     assert!(node.clock.wall_ms() > START_MS + HOUR_MS as u64);
+}
+
+/// A call that waits for an approval, until an hour after the start.
+async fn waiting_call(node: &Node) -> CallId {
+    let mut rule = AccessRule::new("default", "stuck", RuleVerdict::Ask);
+    rule.tools = vec!["t.stuck".into()];
+    rule.expires_in_ms = Some(HOUR_MS as u64);
+    let operator = Caller::operator("default");
+    node.engine.admin().set_rule(&operator, rule).await.unwrap();
+    let request = CallRequest::new("t.stuck", "{}").unwrap();
+    let ticket = node.engine.calls().invoke(&Caller::anonymous("default"), request).await.unwrap();
+    assert!(ticket.call.waits_for_approval());
+    ticket.call.id.clone()
+}
+
+#[tokio::test]
+async fn no_step_of_the_clock_extends_an_approval() {
+    // A step back: the wait ends when its time has passed.
+    let node = Node::start(Arc::default(), START_MS).await;
+    let id = waiting_call(&node).await;
+    node.clock.step_wall(-10 * HOUR_MS);
+    node.run_timers().await;
+    assert!(node.call(&id).await.waits_for_approval());
+    node.clock.advance(HOUR_MS as u64);
+    node.run_timers().await;
+    assert_eq!(node.call(&id).await.status, Status::Failed);
+
+    // A step forward, or a suspended machine: the wait ends at its time of day.
+    let node = Node::start(Arc::default(), START_MS).await;
+    let id = waiting_call(&node).await;
+    let approval = node.call(&id).await.pending_approval().unwrap().to_owned();
+    node.clock.step_wall(HOUR_MS);
+    let decision = DecisionRequest {
+        approval_id: approval,
+        verdict: DecisionVerdict::Approve,
+        reason: None,
+        scope: ApprovalScope::Once,
+        until_ms: None,
+        args: None,
+    };
+    let operator = Caller::operator("default");
+    let results = node.engine.approvals().decide(&operator, vec![decision]).await.unwrap();
+    assert!(results[0].is_err(), "{results:?}");
+    node.run_timers().await;
+    let call = node.call(&id).await;
+    let fault = call.outcome.as_ref().unwrap().error.as_ref().unwrap();
+    assert!(fault.message.starts_with("approval expired"), "{}", fault.message);
 }

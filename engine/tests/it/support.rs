@@ -265,6 +265,10 @@ impl Store for FlakyStore {
         self.inner.undelivered()
     }
 
+    fn approvals(&self) -> &dyn toolcrib::ports::store::approvals::ApprovalStore {
+        self.inner.approvals()
+    }
+
     fn rule_history(&self) -> &dyn toolcrib::ports::store::rule_history::RuleHistoryStore {
         self.inner.rule_history()
     }

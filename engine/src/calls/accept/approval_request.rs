@@ -2,6 +2,8 @@
 //! waits already.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -22,6 +24,9 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::approvals::NewApproval;
 use crate::registry::catalog::Catalog;
+
+/// Interval at which a request looks whether the calls of the previous process are known.
+const RECOVERY_POLL: Duration = Duration::from_millis(5);
 
 /// The calls that the entries of one batch made or joined. Two entries of a batch never join each
 /// other.
@@ -86,6 +91,7 @@ impl Calls {
         key: Option<&IdempotencyKey>,
         siblings: Option<&BatchCalls>,
     ) -> Result<Option<Ticket>, Error> {
+        self.wait_for_adopted_calls().await;
         let Some(ticket) = self.find_waiting_call(call, siblings) else { return Ok(None) };
         if let Some(key) = key {
             let store = self.core.store.approvals();
@@ -100,6 +106,17 @@ impl Calls {
         }
         metrics::counter!("toolcrib_rejoined_total", "kind" => "approval").increment(1);
         Ok(Some(ticket))
+    }
+
+    /// Waits until this process knows the calls that the previous one left. An agent repeats its
+    /// calls as soon as the server is back.
+    async fn wait_for_adopted_calls(&self) {
+        while self.dispatcher.is_recovering.load(Ordering::Acquire) {
+            tokio::select! {
+                () = tokio::time::sleep(RECOVERY_POLL) => {}
+                () = self.core.shutdown.cancelled() => return,
+            }
+        }
     }
 
     fn find_waiting_call(&self, call: &Call, siblings: Option<&BatchCalls>) -> Option<Ticket> {

@@ -184,7 +184,7 @@ async fn the_command_line_lists_shows_and_decides() {
 async fn a_websocket_shows_approvals_and_decides() {
     let fixture = Fixture::start().await;
     let (_, first) = fixture.held(&fixture.api, json!({ "n": 1 })).await;
-    let mut socket = Ws::hello(&fixture.operator, "console", json!({})).await;
+    let mut socket = Ws::offering(&fixture.operator, "console", json!([])).await;
     socket.send(json!({ "type": "approvals_follow" })).await;
     let listed = socket.receive().await;
     assert_eq!(listed["pending"][0]["approval_id"], json!(first), "{listed}");

@@ -307,7 +307,7 @@ impl WsConnection {
         }
     }
 
-    /// Handles a message and sends what follows from it. The permit bounds the messages in progress.
+    /// Handles a message and sends what follows from it. The permit bounds messages in progress.
     async fn answer_message(
         &self,
         header: Result<WsMessageHeader, Error>,
