@@ -5,8 +5,8 @@
 //! A refusal never says which check failed, so that a stolen or guessed secret reveals nothing; the
 //! audit log does ([`crate::registry::sign_ins`]).
 
+use core::net::IpAddr;
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -2,8 +2,8 @@
 //! refused credentials. Refusals are limited per address and in all, so that guessing cannot fill
 //! the log; the next entry counts those that were left out.
 
+use core::net::IpAddr;
 use std::collections::{HashMap, HashSet};
-use std::net::IpAddr;
 
 use parking_lot::Mutex;
 

@@ -124,7 +124,8 @@ impl Server {
         self.api().key(key)
     }
 
-    /// Creates a key as the local operator, after an admin key if it is the first. Returns a caller with this key.
+    /// Creates a key as the local operator, after an admin key if it is the first. Returns a caller
+    /// with this key.
     pub async fn keyed(&self, project: &str, agent: &str, role: &str, allow: &[&str]) -> Api {
         let roles: toolcrib::RoleSet = role.parse().unwrap();
         let operator = toolcrib::Caller::local("default");

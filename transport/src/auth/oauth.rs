@@ -2,10 +2,10 @@
 //! Toolcrib's API keys.
 //!
 //! A token is valid only if the issuer signed it, it names this server as its audience (`aud`), and
-//! it has not expired. Its claims determine the project, the agent, the roles, the groups, the user,
-//! the session, the environment and the tools; the access rules of the project apply as they do for
-//! a key. A claim of the wrong form makes the token invalid. The issuer's keys are fetched at startup, then every
-//! few minutes, and when a token names an unknown key.
+//! it has not expired. Its claims determine the project, the agent, the roles, the groups, the
+//! user, the session, the environment and the tools; the access rules of the project apply as they
+//! do for a key. A claim of the wrong form makes the token invalid. The issuer's keys are fetched
+//! at startup, then every few minutes, and when a token names an unknown key.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Credentials of callers: API keys and the session tokens that are made from them. Both are stored
 //! without their secrets. Pure.
 
-use std::net::IpAddr;
+use core::net::IpAddr;
 use std::str::FromStr;
 
 use ipnet::IpNet;

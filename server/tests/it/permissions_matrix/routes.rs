@@ -1,5 +1,6 @@
 //! Requests every documented route with every kind of caller. A route without a row fails the test.
-//! Unknown and forbidden look alike: what belongs to another caller or project is answered with 404.
+//! Unknown and forbidden look alike: what belongs to another caller or project is answered with
+//! 404.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,8 +12,8 @@ use crate::support::ws::Ws;
 use crate::support::{Api, Server};
 
 /// Expected status codes for agent, provider, admin, the admin of another project, approver,
-/// auditor, the operator, and a session token of the agent. A caller without a key, or with a wrong,
-/// revoked, rotated or expired one, gets 401 from every route that requires a key.
+/// auditor, the operator, and a session token of the agent. A caller without a key, or with a
+/// wrong, revoked, rotated or expired one, gets 401 from every route that requires a key.
 enum Row {
     Open,
     Keyed([u16; 8]),

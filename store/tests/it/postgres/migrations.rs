@@ -29,6 +29,11 @@ async fn create_first_version(earlier: &Client, current: &Client) {
             }
             "toolcrib.keys" => "(SELECT k.*, roles AS role FROM toolcrib.keys k)",
             "toolcrib.tools" => "toolcrib.client_tools",
+            "toolcrib.rules" => {
+                "(SELECT project, coalesce(rule::json -> 'agents' ->> 0, '*') AS agent, \
+                 rule::json -> 'tools' ->> 0 AS pattern, rule::json ->> 'verdict' AS verdict \
+                 FROM toolcrib.access_rules WHERE until IS NULL)"
+            }
             same => same,
         };
         let rows = format!("SELECT coalesce(json_agg(r), '[]')::text FROM {source} r");

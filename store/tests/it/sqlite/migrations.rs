@@ -13,6 +13,12 @@ use crate::support::{database_in, put, read};
 /// The first version whose table of calls is `tool_calls`.
 const TOOL_CALLS_VERSION: i64 = 10;
 
+/// The rules of an agent on a pattern, as they were stored before rules were objects.
+const RULES_BEFORE_OBJECTS: &str = "(SELECT project, \
+    coalesce(json_extract(rule, '$.agents[0]'), '*') AS agent, \
+    json_extract(rule, '$.tools[0]') AS pattern, json_extract(rule, '$.verdict') AS verdict \
+    FROM current.access_rules WHERE until IS NULL)";
+
 /// Returns the SQL of each migration, in order.
 fn migrations() -> Vec<String> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations/sqlite");
@@ -42,9 +48,10 @@ fn create_earlier(path: &Path, version: i64, current: &Path) {
     for table in names(tables) {
         let columns = names(&format!("SELECT name FROM pragma_table_info('{table}', 'main')"));
         let from = match table.as_str() {
-            "calls" => "tool_calls",
-            "tools" => "client_tools",
-            same => same,
+            "calls" => "current.tool_calls".to_owned(),
+            "tools" => "current.client_tools".to_owned(),
+            "rules" => RULES_BEFORE_OBJECTS.to_owned(),
+            same => format!("current.{same}"),
         };
         let values = columns.iter().map(|column| match (table.as_str(), column.as_str()) {
             ("calls", "id") => "tool_call_id",
@@ -57,7 +64,7 @@ fn create_earlier(path: &Path, version: i64, current: &Path) {
         earlier
             .execute_batch(&format!(
                 "DELETE FROM main.{table}; \
-                 INSERT INTO main.{table} ({columns}) SELECT {values} FROM current.{from};"
+                 INSERT INTO main.{table} ({columns}) SELECT {values} FROM {from};"
             ))
             .unwrap();
     }
