@@ -328,12 +328,10 @@ impl Calls {
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
-        let limits = &self.core.limits;
-        let maximum = (limits.max_open_calls, limits.max_open_calls_per_project);
         self.dispatcher.record_clock_step(wall_offset_ms).await;
         let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
-        let now_ms = self.core.now_ms();
-        let reserved = self.dispatcher.open_calls.reserve(&call, &scope.queue, maximum, now_ms);
+        let (limits, now_ms) = (&self.core.limits, self.core.now_ms());
+        let reserved = self.dispatcher.open_calls.reserve(&call, &scope.queue, limits, now_ms);
         let mut reservation = match reserved {
             Ok(reservation) => reservation,
             Err(exceeded) => {
