@@ -320,12 +320,6 @@ impl Calls {
         policy
     }
 
-    /// Returns the maximum number of open calls, in all and of one project.
-    fn max_open_calls(&self) -> (usize, usize) {
-        let limits = &self.core.limits;
-        (limits.max_open_calls, limits.max_open_calls_per_project)
-    }
-
     /// Commits the call, already claimed if a slot is free, and starts it.
     pub(crate) async fn commit_call(
         self: Arc<Self>,
@@ -336,11 +330,10 @@ impl Calls {
         membership: BatchMembership,
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
-        let maximum = self.max_open_calls();
         self.dispatcher.record_clock_step(wall_offset_ms).await;
         let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
-        let now_ms = self.core.now_ms();
-        let reserved = self.dispatcher.open_calls.reserve(&call, &scope.queue, maximum, now_ms);
+        let (limits, now_ms) = (&self.core.limits, self.core.now_ms());
+        let reserved = self.dispatcher.open_calls.reserve(&call, &scope.queue, limits, now_ms);
         let mut reservation = match reserved {
             Ok(reservation) => reservation,
             Err(exceeded) => {

@@ -15,6 +15,7 @@ use crate::calls::limiter::{QueueKey, Slot, SlotMembers};
 use crate::domain::call::{Call, Hold};
 use crate::domain::directory::usage_limits::{CallMembers, LimitKind, UsageLimitSet};
 use crate::domain::id::CallId;
+use crate::ports::core::EngineLimits;
 pub(crate) use rates::limit_error;
 pub use usage::LimitStatus;
 use usage::{CountedUsage, UsageCounts, counts};
@@ -191,14 +192,16 @@ impl OpenCalls {
         &self,
         call: &Call,
         queue: &Arc<QueueKey>,
-        (all, each): (usize, usize),
+        limits: &EngineLimits,
         now_ms: u64,
     ) -> Result<Reservation<'_>, CapacityExceeded> {
         let mut state = self.state.lock();
-        if state.calls.len() >= all {
+        if state.calls.len() >= limits.max_open_calls {
             return Err(CapacityExceeded::Engine);
         }
-        if state.count_by_project.increment(&queue.project) as usize > each {
+        if state.count_by_project.increment(&queue.project) as usize
+            > limits.max_open_calls_per_project
+        {
             state.count_by_project.decrement(&queue.project);
             return Err(CapacityExceeded::Project);
         }

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::Deserialize;
+use serde_json::json;
 use toolcrib::calls::Until;
 use toolcrib::domain::caller::{AuthMethod, Role};
 use toolcrib::domain::directory::kill_switches::SwitchKind;
 use toolcrib::domain::fault::Code;
 use toolcrib::ports::store::MemoryStore;
+use toolcrib::registry::rules::parse_rule;
 use toolcrib::{Call, CallRequest, Caller, Effect, Engine, Fault, FnTool, Status};
 
 #[derive(Deserialize, JsonSchema)]
@@ -203,4 +205,25 @@ async fn invalid_switches_are_refused() {
     assert_eq!(denied, Some(Code::Unauthenticated));
     let removed = engine.admin().remove_switch(&admin(), SwitchKind::Tool, "mail.send").await;
     assert_eq!(removed.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_call_that_waits_for_an_approval_ends_too() {
+    let engine = engine(Arc::default(), &Arc::default()).await;
+    for (id, rule) in [
+        ("all", json!({ "verdict": "allow" })),
+        ("mail", json!({ "verdict": "ask", "tools": ["mail.send"] })),
+    ] {
+        let rule = parse_rule("default", Some(id), &rule, "").unwrap();
+        engine.admin().set_rule(&admin(), rule).await.unwrap();
+    }
+    let ada = Caller::new("default", "ada", Role::Agent, AuthMethod::Key);
+    let held = invoke(&engine, &ada, "mail.send").await;
+    assert_eq!(held.hold.map(|hold| hold.as_str()), Some("approval"));
+    assert_eq!(engine.approvals().pending_count(), 1);
+    engine.admin().set_switch(&admin(), SwitchKind::Tool, "mail.send", "closed").await.unwrap();
+    let (status, fault) = ended(&engine, &held).await;
+    assert_eq!((status, fault.code), (Status::Failed, Code::PermissionDenied));
+    assert!(fault.message.contains("closed"), "{fault}");
+    assert_eq!(engine.approvals().pending_count(), 0, "there is nothing left to approve");
 }
