@@ -102,7 +102,7 @@ impl PresentedCredentials {
     fn from_request(headers: &HeaderMap, extensions: &Extensions) -> Result<Self, Error> {
         Ok(Self {
             secret: bearer_token(headers).map(str::to_owned),
-            project: headers.get("x-toolcrib-project").map(|value| header_text(value)),
+            project: headers.get("x-toolcrib-project").map(header_text),
             user: asserted_name(headers, AssertableAttribute::User)?,
             session: asserted_name(headers, AssertableAttribute::Session)?,
             peer: extensions.get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
@@ -143,7 +143,7 @@ impl PresentedCredentials {
         }
         let asserted = [(AssertableAttribute::User, &self.user)];
         let asserted = asserted.into_iter().chain([(AssertableAttribute::Session, &self.session)]);
-        for (attribute, _) in asserted.filter(|(_, name)| name.is_some()) {
+        if let Some((attribute, _)) = asserted.into_iter().find(|(_, name)| name.is_some()) {
             let header = attribute.header();
             let message = format!(
                 "{header} is only accepted with the operator token or a key that may assert it; \

@@ -367,15 +367,16 @@ impl Calls {
         let mut readable: HashMap<CallId, bool> = HashMap::new();
         let ids: Vec<CallId> = items.iter().filter_map(&call_of).collect();
         for id in ids {
-            if !readable.contains_key(&id) {
-                let found = self.call(caller, &id).await;
-                if let Err(error) = &found
-                    && error.code() != Code::NotFound
-                {
-                    return found.map(|_| ());
-                }
-                readable.insert(id, found.is_ok());
+            if readable.contains_key(&id) {
+                continue;
             }
+            let found = self.call(caller, &id).await;
+            if let Err(error) = &found
+                && error.code() != Code::NotFound
+            {
+                return found.map(|_| ());
+            }
+            readable.insert(id, found.is_ok());
         }
         items.retain(|item| call_of(item).is_none_or(|id| readable.get(&id) == Some(&true)));
         Ok(())

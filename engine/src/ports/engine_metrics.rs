@@ -205,6 +205,17 @@ pub(crate) fn count_model_tokens(model: UsageLabel<'_>, usage: &TokenUsage) {
     }
 }
 
+/// Counts a requested approval.
+pub(crate) fn count_approval_request() {
+    counter!("toolcrib_approval_requests_total").increment(1);
+}
+
+/// Counts the end of an approval, by its status, and records how long the call waited.
+pub(crate) fn record_approval_end(status: &'static str, waited_ms: u64) {
+    counter!("toolcrib_approval_decisions_total", "decision" => status).increment(1);
+    histogram!("toolcrib_approval_wait_seconds").record(waited_ms as f64 / 1_000.0);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -217,15 +228,4 @@ mod tests {
         assert_eq!(distinct.len(), 7);
         assert_eq!(std::ptr::from_ref(source_metrics(Executor::new("grpc"))), counters[6]);
     }
-}
-
-/// Counts a requested approval.
-pub(crate) fn count_approval_request() {
-    counter!("toolcrib_approval_requests_total").increment(1);
-}
-
-/// Counts the end of an approval, by its status, and records how long the call waited.
-pub(crate) fn record_approval_end(status: &'static str, waited_ms: u64) {
-    counter!("toolcrib_approval_decisions_total", "decision" => status).increment(1);
-    histogram!("toolcrib_approval_wait_seconds").record(waited_ms as f64 / 1_000.0);
 }

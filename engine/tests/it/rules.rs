@@ -71,7 +71,9 @@ async fn call_in(
     let mut request = CallRequest::new(tool, &args.to_string()).unwrap();
     request.run_id = run_id.to_owned();
     let ticket = engine.calls().invoke(caller, request).await?;
-    engine.calls().wait(caller, &ticket.call.id, Until::Ended).await?;
+    if ticket.call.pending_approval().is_none() {
+        engine.calls().wait(caller, &ticket.call.id, Until::Ended).await?;
+    }
     Ok(ticket.call.id.clone())
 }
 
@@ -79,10 +81,15 @@ async fn call(engine: &Engine, caller: &Caller, tool: &str, args: Value) -> Resu
     call_in(engine, caller, "run_default", tool, args).await
 }
 
-/// The id of the rule that denies, or `none`, or `ok`.
+/// The id of the rule that denies or asks, or `none`, or `ok`.
 async fn decision(engine: &Engine, caller: &Caller, tool: &str, args: Value) -> String {
     match call(engine, caller, tool, args).await {
-        Ok(_) => "ok".to_owned(),
+        Ok(id) => {
+            let call = engine.calls().call(caller, &id).await.unwrap();
+            let Some(approval_id) = call.pending_approval() else { return "ok".to_owned() };
+            let operator = Caller::operator("p");
+            engine.approvals().approval(&operator, approval_id).await.unwrap().rule_id
+        }
         Err(Error::Refused { fault, .. }) => {
             assert_eq!(fault.code, Code::PermissionDenied, "{fault}");
             let detail = fault.detail.unwrap();

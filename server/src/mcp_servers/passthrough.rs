@@ -263,7 +263,7 @@ impl PassthroughProvider for UpstreamPassthrough {
             tools.iter().any(|tool| tool.definition.name.starts_with(&prefix))
         };
         let is_configured = self.upstreams.has(&caller.project, source);
-        is_configured && (may_use(&engine, caller, &format!("{source}.resources")) || offered())
+        is_configured && (may_use(engine, caller, &format!("{source}.resources")) || offered())
     }
 
     fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {

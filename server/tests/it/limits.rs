@@ -148,7 +148,7 @@ async fn the_agent_loop_waits_for_a_limit_and_goes_on() {
 async fn limits_are_listed_shown_and_removed_and_unknown_fields_are_refused() {
     let (server, ada) = with_keys().await;
     let operator = server.operator();
-    let misspelt = operator.put("/v1/limits/agent/ada", json!({ "per_minut": 2 })).await;
+    let misspelt = operator.put("/v1/limits/agent/ada", json!({ "perminute": 2 })).await;
     let error = misspelt.refused(422, "VALIDATION_ERROR");
     assert!(message(&error).contains("did you mean `per_minute`?"), "{error}");
     for (path, body) in [

@@ -105,7 +105,7 @@ async fn a_batch_with_an_unknown_field_is_refused_and_nothing_runs() {
     for (name, suggestion) in [
         ("timeoutMs", Some("timeout_ms")),
         ("idempotencyKey", Some("idempotency_key")),
-        ("nmae", Some("name")),
+        ("names", Some("name")),
         ("weight", None),
     ] {
         let mut misspelt = call.clone();
@@ -147,7 +147,7 @@ async fn a_run_with_an_unknown_field_is_refused() {
         assert_refused(&server, route(), body(name, value), pointer, suggestion).await;
     }
     for (method, path, body, pointer, suggestion) in [
-        (Method::POST, "/v1/runs/r/cancel", json!({ "resaon": "x" }), "/resaon", Some("reason")),
+        (Method::POST, "/v1/runs/r/cancel", json!({ "reasons": "x" }), "/reasons", Some("reason")),
         (
             Method::POST,
             "/v1/runs/r/messages",

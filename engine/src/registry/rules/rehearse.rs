@@ -107,7 +107,7 @@ impl Admin {
             tokio::task::yield_now().await;
         }
         let mut listed: Vec<RehearsedChange> = changes.into_iter().map(to_change).collect();
-        listed.sort_by(|a, b| b.calls.cmp(&a.calls));
+        listed.sort_by_key(|change| std::cmp::Reverse(change.calls));
         result.truncated = listed.len() > MAX_CHANGES;
         listed.truncate(MAX_CHANGES);
         Ok(Rehearsal { changes: listed, ..result })

@@ -231,7 +231,7 @@ async fn a_malformed_request_decides_nothing() {
         let error = answer.refused(422, "VALIDATION_ERROR");
         assert_eq!(error["detail"]["pointer"], pointer, "{body}");
     }
-    let unknown = json!({ "decisions": [with(json!({ "reson": "typo" }))] });
+    let unknown = json!({ "decisions": [with(json!({ "reasons": "typo" }))] });
     let answer = fixture.operator.post("/v1/approvals/decide", unknown).await;
     assert!(message(&answer.refused(422, "VALIDATION_ERROR")).contains("reason"));
     assert_eq!(fixture.api.call(&call_id).await["hold"]["reason"], "approval");

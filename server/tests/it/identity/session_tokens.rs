@@ -65,7 +65,7 @@ async fn a_token_can_only_narrow_its_key() {
         json!({ "ttl_s": 99_999_999 }),
         json!({ "ttl_s": 60, "tools": [] }),
         json!({ "ttl_s": 60, "user": "two words" }),
-        json!({ "ttl_s": 60, "sesion": "x" }),
+        json!({ "ttl_s": 60, "sessions": "x" }),
     ] {
         key.post("/v1/session_tokens", body).await.refused(422, "VALIDATION_ERROR");
     }

@@ -7,10 +7,13 @@ use serde_json::{Value, json};
 
 use crate::support::process::{self, Server, TOOLCRIB};
 
+/// Builds the command with these arguments.
+type CommandBuilder = Box<dyn Fn(&[&str]) -> Command>;
+
 /// Makes commands of the program, on a data directory or at a server.
 struct Program {
     directory: PathBuf,
-    command: Box<dyn Fn(&[&str]) -> Command>,
+    command: CommandBuilder,
 }
 
 fn run(program: &Program, words: &[&str]) -> (bool, String, String) {
@@ -87,7 +90,7 @@ fn check_commands(server: &Program) {
     }
     let (is_ok, table, _) = run(server, &["rules"]);
     assert!(is_ok && table.contains("ask-before-writes"), "{table}");
-    let (is_ok, _, stderr) = run(server, &["rules", "apply", "opne"]);
+    let (is_ok, _, stderr) = run(server, &["rules", "apply", "opened"]);
     assert!(!is_ok && stderr.contains("open, ask-before-writes, locked-down"), "{stderr}");
     let bad = ["rules", "set", "x", "--verdict", "deny", "--when", "args.x >"];
     let (is_ok, _, stderr) = run(server, &bad);

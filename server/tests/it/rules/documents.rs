@@ -30,7 +30,7 @@ async fn a_rule_is_set_shown_and_removed_by_its_id() {
     for (field, value) in body.as_object().unwrap() {
         assert_eq!(shown[field], *value, "{field}");
     }
-    assert_eq!(rules(&operator).await, [shown.clone()]);
+    assert_eq!(rules(&operator).await, std::slice::from_ref(&shown));
     // What was read can be written.
     operator.put("/v1/rules/large-payments", shown.clone()).await.is(200);
     let all = operator.get("/v1/rules").await.is(200);
@@ -57,9 +57,9 @@ async fn a_mistake_is_refused_with_its_position_and_a_suggestion() {
     let error = operator.put("/v1/rules/x", body).await.refused(422, "VALIDATION_ERROR");
     assert_eq!((&error["detail"]["line"], &error["detail"]["column"]), (&json!(2), &json!(3)));
     let body =
-        json!({"verdict": "deny", "tools": ["calculation.eval"], "when": "args.exprssion == ''"});
+        json!({"verdict": "deny", "tools": ["calculation.eval"], "when": "args.express == ''"});
     let error = operator.put("/v1/rules/x", body).await.refused(422, "VALIDATION_ERROR");
-    assert!(message(&error).contains("has no argument \"exprssion\""), "{error}");
+    assert!(message(&error).contains("has no argument \"express\""), "{error}");
     assert_eq!(rules(&operator).await, Vec::<Value>::new());
 }
 
@@ -147,7 +147,7 @@ async fn lint_finds_shadowed_rules_and_rules_that_never_match() {
         {"id": "same", "verdict": "allow", "tools": ["weather.*"]},
         {"id": "dead", "verdict": "allow", "tools": ["database.query"]},
         {"id": "no-database", "verdict": "deny", "tools": ["database.*"]},
-        {"id": "typo", "verdict": "deny", "tools": ["wheather.*"]},
+        {"id": "typo", "verdict": "deny", "tools": ["weathers.*"]},
         {"id": "stranger", "verdict": "deny", "agents": ["eve"]},
         {"id": "fine", "verdict": "deny", "tools": ["calculation.eval"],
             "when": "args.expression == 'x'"},

@@ -751,7 +751,7 @@ mod tests {
         let shadowing = "args.a.all(args, args > 1)";
         let sum = format!("1{} > 0", " + 1".repeat(400));
         let chain = format!("{}true", "true ? false : ".repeat(100));
-        let many = vec!["args.a.all(x, x > 1)"; 5].join(" && ");
+        let many = ["args.a.all(x, x > 1)"; 5].join(" && ");
         let pattern = format!("args.x.matches('{}')", "(a{99}){99}");
         for source in
             [&long, &wide, &deep, nested, chained, uses_args, over_sum, shadowing, &many, &pattern]
@@ -771,7 +771,7 @@ mod tests {
 
     #[test]
     fn the_costliest_accepted_expression_ends_soon() {
-        let body = vec!["x.contains('aaaaaaaaab')"; 12].join(" || ");
+        let body = ["x.contains('aaaaaaaaab')"; 12].join(" || ");
         let source = vec![format!("!args.a.exists(x, {body})"); MAX_COMPREHENSIONS].join(" && ");
         let condition = RuleCondition::compile(&source).unwrap();
         let args = json!({"a": vec!["a".repeat(60); 950]});
@@ -808,7 +808,7 @@ mod tests {
             ("args.amuont > 1", "amuont"),
             ("args['amuont'] > 1", "amuont"),
             ("has(args.amuont)", "amuont"),
-            ("args.to.nam == 'x'", "nam"),
+            ("args.to.title == 'x'", "title"),
             ("args.list[0].no == 1", "no"),
         ] {
             let (message, _) = missing(source).unwrap();
