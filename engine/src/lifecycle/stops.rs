@@ -87,11 +87,11 @@ pub(super) fn switch_off(call: &Call, fault: &Fault, now_ms: u64) -> Result<Tran
         match call.target.effect {
             Effect::Read => {}
             Effect::Idempotent => {
-                fault.message.push_str("; it was under way and may have taken effect");
+                fault.message.push_str("; it was in flight and may have taken effect");
             }
             Effect::Irreversible => {
                 fault.code = Code::OutcomeUnknown;
-                fault.message = format!("{}; it was under way: {MAY_HAVE_HAPPENED}", fault.message);
+                fault.message = format!("{}; it was in flight: {MAY_HAVE_HAPPENED}", fault.message);
             }
         }
     }

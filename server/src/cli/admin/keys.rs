@@ -212,7 +212,8 @@ fn print_keys(context: &CommandContext, keys: &Value) -> Result<(), CommandFailu
         Column::detail("CREATED", 1),
         Column::detail("EXPIRES", 3),
     ];
-    let none = "no keys: every program that reaches the loopback address may do everything";
+    let none = "no keys: every program that reaches the loopback address may call tools; \
+                administration needs the operator token";
     let rows = array_member(keys, "keys").iter().map(row).collect();
     context.output.print_table(&columns, rows, none)
 }

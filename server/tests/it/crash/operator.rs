@@ -37,6 +37,7 @@ async fn commands_change_keys_and_rules_of_a_running_server() {
     };
     assert_eq!(invoke_status(&server, eval, &sum, None).await, StatusCode::ACCEPTED);
 
+    run(&server, &["keys", "create", "--agent", "operator", "--role", "admin"]);
     let created = run(&server, &["keys", "create", "--agent", "ada", "--allow", eval]);
     let (id, key) = (text(&created, "id"), text(&created, "key"));
     soon(eval, &sum, None, StatusCode::UNAUTHORIZED).await;

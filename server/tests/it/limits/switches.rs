@@ -51,7 +51,7 @@ async fn work_of_clients_is_canceled_and_queued_calls_end() {
     api.until_status(&running, "RUNNING").await;
     let switched = switch_off(&server, "tool/mail.*").await;
     let text = failed(&api, &running, switched, "OUTCOME_UNKNOWN").await;
-    assert!(text.contains("may have happened"), "{text}");
+    assert!(text.contains("may have taken effect"), "{text}");
     failed(&api, &queued, switched, "PERMISSION_DENIED").await;
     let cancel = client.expect_message("tool_cancel").await;
     assert_eq!(cancel["tool_call_id"], running.as_str(), "{cancel}");

@@ -385,6 +385,7 @@ impl Fixture {
             "/v1/agents/{agent_id}" => json!({ "worker_target": "w" }),
             "/v1/agents/{agent_id}/inbox/ack" => json!({ "inbox_ids": [] }),
             "/v1/agents/{agent_id}/turns" => json!({}),
+            _ if path.ends_with("{agent_turn_id}/finish") => json!({ "turn_epoch": 1 }),
             _ if path.contains("{agent_turn_id}") => json!({
                 "turn_epoch": 1,
                 "calls": [{ "tool_call_id": "c", "tool_name": "a.tool", "arguments": {} }],
