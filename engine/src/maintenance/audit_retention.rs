@@ -6,17 +6,21 @@ use std::time::Duration;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, from_store_error};
 
-const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
+const MAX_PRUNE_INTERVAL: Duration = Duration::from_secs(60);
+const MIN_PRUNE_INTERVAL: Duration = Duration::from_secs(1);
 /// Small, so that a step never delays the commits of live calls.
 const ENTRIES_PER_STEP: usize = 500;
 
 pub(crate) async fn run(core: Arc<Core>, retention_ms: u64) {
+    // A short retention is checked more often, so that entries never outlive it by much.
+    let interval =
+        Duration::from_millis(retention_ms).clamp(MIN_PRUNE_INTERVAL, MAX_PRUNE_INTERVAL);
     loop {
         if let Err(error) = run_once(&core, retention_ms).await {
             tracing::warn!(%error, "old audit entries could not be deleted");
         }
         tokio::select! {
-            () = tokio::time::sleep(PRUNE_INTERVAL) => {}
+            () = tokio::time::sleep(interval) => {}
             () = core.shutdown.cancelled() => return,
         }
     }

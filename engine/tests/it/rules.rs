@@ -88,7 +88,7 @@ async fn decision(engine: &Engine, caller: &Caller, tool: &str, args: Value) -> 
             let call = engine.calls().call(caller, &id).await.unwrap();
             let Some(approval_id) = call.pending_approval() else { return "ok".to_owned() };
             let operator = Caller::operator("p");
-            engine.approvals().approval(&operator, approval_id).await.unwrap().rule_id
+            engine.approvals().approval(&operator, approval_id).await.unwrap().request.rule_id
         }
         Err(Error::Refused { fault, .. }) => {
             assert_eq!(fault.code, Code::PermissionDenied, "{fault}");

@@ -11,7 +11,10 @@ use crate::support::{Api, Server};
 
 /// Opens every kind of stream and wait of a caller, ends its credentials, and asserts that all of
 /// them end.
-async fn assert_all_end<F: Future<Output = ()>>(api: Api, end_credentials: impl FnOnce() -> F) {
+async fn assert_all_end<F: Future<Output = ()>>(
+    (api, other): (Api, &Api),
+    end_credentials: impl FnOnce() -> F,
+) {
     let mut socket = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     let mut work = api.follow("/internal/ingress/sse?client_id=c1", None).await;
     let mut events = api.follow("/v1/events", None).await;
@@ -20,8 +23,12 @@ async fn assert_all_end<F: Future<Output = ()>>(api: Api, end_credentials: impl 
     let mut session = client.session_stream().await;
     let call = api.invoke("a.tool", json!({})).await;
     let mut call_events = api.follow(&format!("/v1/tool_calls/{call}/events"), None).await;
+    // A revoked key ends its queued calls at once. This call runs, so that the wait has to end.
+    let mut worker = Ws::offering(other, "c2", json!([offer("a.running_tool")])).await;
+    let running = api.invoke("a.running_tool", json!({})).await;
+    worker.take().await;
     let waiting = {
-        let (api, path) = (api.clone(), format!("/v1/tool_calls/{call}?wait_ms=50000"));
+        let (api, path) = (api.clone(), format!("/v1/tool_calls/{running}?wait_ms=50000"));
         tokio::spawn(async move { api.get(&path).await })
     };
     let polling = {
@@ -48,7 +55,7 @@ async fn revoking_a_key_ends_idle_streams_and_waits() {
     let admin = server.keyed("default", "boss", "admin", &[]).await;
     let created = create(&admin, key_body()).await;
     let path = format!("/v1/keys/{}", created["id"].as_str().unwrap());
-    assert_all_end(bearer(&server, &created), || async {
+    assert_all_end((bearer(&server, &created), &admin), || async {
         assert_eq!(admin.delete(&path).await.status, 204);
     })
     .await;
@@ -61,7 +68,7 @@ async fn an_expired_session_token_ends_idle_streams_and_waits() {
     let key = bearer(&server, &create(&admin, key_body()).await);
     let token = key.post("/v1/session_tokens", json!({ "ttl_s": 5 })).await.is(201);
     let api = server.with_key(token["token"].as_str().unwrap());
-    assert_all_end(api, || async {}).await;
+    assert_all_end((api, &admin), || async {}).await;
 }
 
 #[tokio::test]
