@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 use crate::approvals::Approvals;
 use crate::calls::Calls;
 use crate::clients::Clients;
+use crate::delegation::Delegation;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, EngineLimits, from_store_error};
 use crate::ports::source::SourceHealth;
@@ -35,6 +36,7 @@ pub struct Engine {
     pub(crate) utp: Arc<Utp>,
     pub(crate) webhooks: Arc<Webhooks>,
     pub(crate) runs: Arc<Runs>,
+    pub(crate) delegation: Arc<Delegation>,
 }
 
 impl Engine {

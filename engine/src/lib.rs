@@ -37,6 +37,7 @@
 pub mod approvals;
 pub mod calls;
 pub mod clients;
+pub(crate) mod delegation;
 pub mod domain;
 pub mod engine;
 pub mod lifecycle;

@@ -9,6 +9,7 @@ pub mod client_leases;
 pub mod credential_expiry;
 pub mod deadlines;
 pub mod directory_refresh;
+pub(crate) mod orphaned_tasks;
 pub mod purge;
 pub mod revocations;
 pub mod switches;

@@ -1,6 +1,7 @@
 //! UTP: reports of tool services, agents' inboxes, turns, cards and dead letters.
 
 pub(crate) mod cards;
+pub(crate) mod commands;
 pub(crate) mod inbox;
 pub(crate) mod reports;
 pub(crate) mod shared_tables;
@@ -18,9 +19,10 @@ use crate::ports::core::Core;
 use crate::registry::Registry;
 
 pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
+pub use commands::{CommandReceipt, InternalCommand};
 pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 pub use turns::{
-    DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnFinish,
+    DispatchRequest, DispatchedStep, EnqueueRequest, ResumedTurn, StepCallRequest, StepResult, TurnFinish,
     TurnLeaseRequest,
 };
 

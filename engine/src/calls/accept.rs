@@ -33,7 +33,8 @@ use crate::domain::caller::Caller;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
-use crate::domain::tool::Effect;
+use crate::domain::tool::{Effect, Executor};
+use crate::domain::utp::delegation::min_timeout_ms;
 use crate::lifecycle::{self, Action, Event, Transition};
 use crate::ports::core::from_store_error;
 use crate::ports::store::approvals::NewApproval;
@@ -249,6 +250,10 @@ impl Calls {
         let tool_override = self.core.policies.tools.get(&definition.name);
         let override_ms = tool_override.and_then(|tool| tool.policy.default_timeout_ms);
         let timeout_ms = request.timeout_ms.or(override_ms).unwrap_or(definition.timeout_ms);
+        let timeout_ms = match definition.executor {
+            Executor::INTERNAL => timeout_ms.max(min_timeout_ms(&definition.name, &args)),
+            _ => timeout_ms,
+        };
         let target = self.dispatcher.build_target(tool, request.args.clone());
         let mut call = Call {
             id: self.core.id_generator.next_call_id(now_ms),

@@ -101,7 +101,9 @@ impl Dispatcher {
         let key_for = |tool: &str| {
             Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
         };
-        if call.target.executor == Executor::CALLER {
+        // Neither do calls that only wait for others: those would wait for the slot in vain.
+        let is_waiting = call.target.executor == Executor::INTERNAL;
+        if is_waiting || call.target.executor == Executor::CALLER {
             return (
                 SlotScope { queue: key_for("(caller)"), members: None, is_shared: false },
                 ConcurrencyCaps::default(),

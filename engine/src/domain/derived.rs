@@ -65,6 +65,8 @@ impl Route {
             context_box_id: None,
             depth: 0,
             project: None,
+            joined_by: None,
+            is_detached: false,
         }
     }
 }
@@ -161,7 +163,8 @@ pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
     let status = ToolStatus::from_call(call)?;
     let outcome = call.outcome.as_ref()?;
     let by_clock = call.status == Status::Timeout;
-    let source = match (by_clock, call.target.traits.in_process) {
+    let is_internal = call.target.executor == Executor::INTERNAL;
+    let source = match (by_clock, call.target.traits.in_process || is_internal) {
         (true, _) => "watchdog",
         (false, true) => "worker",
         (false, false) => "tool",
@@ -183,7 +186,11 @@ pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
     let mut metadata = lineage_metadata(call, &route);
     metadata.insert("role".into(), "tool".into());
     metadata.insert("function_name".into(), call.target.tool.as_str().into());
-    let author = if by_clock { "worker.watchdog" } else { "tool.crib" };
+    let author = match (by_clock, is_internal) {
+        (true, _) => "worker.watchdog",
+        (false, true) => "sys.pmo",
+        (false, false) => "tool.crib",
+    };
     Some(Card {
         card_id: derived_id(&call.id, TOOL_RESULT),
         project: call.project.clone(),

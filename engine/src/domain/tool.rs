@@ -36,6 +36,8 @@ impl Executor {
     pub const HTTP: Self = Self("http");
     /// The caller itself; Toolcrib only records the call.
     pub const CALLER: Self = Self("caller");
+    /// Toolcrib itself, for the tools that hand work to agents. A call only waits for others.
+    pub const INTERNAL: Self = Self("internal");
 
     /// The executors that Toolcrib itself uses. The position of each is part of the versions of its
     /// tools, so the order never changes.
@@ -104,6 +106,8 @@ impl Executor {
             Self::HTTP => SourceTraits { needs_command: true, exact_numbers: false, ..common },
             // The caller executes its own calls: the attempt needs no acknowledgement.
             Self::CALLER => SourceTraits { reports_later: true, ..common },
+            // The work is in other calls, which survive a restart; the call is delivered again.
+            Self::INTERNAL => SourceTraits { reports_later: true, retries: false, ..common },
             _ => common,
         }
     }

@@ -5,6 +5,7 @@
 //! needs a default.
 
 pub mod card;
+pub mod delegation;
 pub mod subject;
 pub mod trace;
 pub mod turn_event;
@@ -16,6 +17,7 @@ use serde_json::{Map, Value};
 use crate::domain::json::Json;
 
 pub use card::Card;
+pub use delegation::{ExecutionEdge, TurnDelegation};
 
 /// Tool names reserved for the protocol.
 pub const RESERVED_NAMES: [&str; 5] =
@@ -158,12 +160,20 @@ pub struct Route {
     /// The project that made the call, if another project executes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub project: Option<String>,
+    /// Id of the call that joins this one: it receives the outcome, and the agent's inbox does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub joined_by: Option<String>,
+    /// True if the agent continues without the outcome, which arrives in its inbox later.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_detached: bool,
 }
 
 /// Status of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TurnStatus {
+    /// The turn was handed to the agent, and no worker has leased it yet.
+    Dispatched,
     /// A worker holds the lease.
     Running,
     /// Calls are in flight; the turn resumes when all results are in.
@@ -180,6 +190,7 @@ impl TurnStatus {
     /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
+            Self::Dispatched => "dispatched",
             Self::Running => "running",
             Self::Suspended => "suspended",
             Self::Finished => "finished",
@@ -247,6 +258,9 @@ pub struct Turn {
     /// Id of the card with the turn's deliverable, once the turn has ended with one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deliverable_card_id: Option<String>,
+    /// The call that handed the turn to the agent, if one did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delegation: Option<Box<TurnDelegation>>,
     /// Counts the saved states, from 1.
     pub version: u64,
 }
@@ -298,11 +312,11 @@ pub struct InboxItem {
     pub project: String,
     /// Id of the agent that receives it.
     pub agent_id: String,
-    /// `tool_result`, `timeout` or `stop`.
+    /// `turn`, `tool_result`, `timeout` or `stop`.
     pub message_type: String,
     /// Id of the turn that it concerns.
     pub turn_id: String,
-    /// The model's id for the call, or `stop:<turn_id>` for a stop.
+    /// The model's id for the call, `stop:<turn_id>` for a stop, `turn:<turn_epoch>` for a turn.
     pub tool_call_id: String,
     /// The payload as UTP writes it.
     pub payload: Map<String, Value>,

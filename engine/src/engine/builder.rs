@@ -14,6 +14,7 @@ use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
 use crate::clients::queue::ClientQueue;
+use crate::delegation::{Delegation, DelegationHandle, DelegationSource};
 use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
@@ -227,7 +228,9 @@ impl EngineBuilder {
         let result_read = || read_result::result_read_tool(runs_handle.clone());
         let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
         let tools = self.tools.into_iter().chain(result_read).collect();
-        let sources = collect_sources(tools, &client_queue, self.sources)?;
+        let delegation_handle = DelegationHandle::default();
+        let delegating = Arc::new(DelegationSource::new(delegation_handle.clone()));
+        let sources = collect_sources(tools, &client_queue, delegating, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
         let id_generator = IdGenerator::default();
         let core = Arc::new(Core {
@@ -286,15 +289,34 @@ impl EngineBuilder {
             active_runs: Default::default(),
             conversations: Conversations::new(&core, &registry, &calls),
         });
+        let delegation = Arc::new(Delegation {
+            core: core.clone(),
+            registry: registry.clone(),
+            dispatcher: dispatcher.clone(),
+            calls: calls.clone(),
+            utp: utp.clone(),
+        });
         client_queue
             .set_limiter(Arc::new(ClientWorkLimiter { dispatcher: Arc::downgrade(&dispatcher) }));
         registry.set_listeners(vec![client_queue, dispatcher.clone()]);
         dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
+        let _ = delegation_handle.set(Arc::downgrade(&delegation));
         registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
-        Ok(Engine { core, registry, admin, clients, calls, approvals, utp, webhooks, runs })
+        Ok(Engine {
+            core,
+            registry,
+            admin,
+            clients,
+            calls,
+            approvals,
+            utp,
+            webhooks,
+            runs,
+            delegation,
+        })
     }
 }
 
@@ -317,11 +339,13 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
 fn collect_sources(
     tools: Vec<Arc<dyn Tool>>,
     client_queue: &Arc<ClientQueue>,
+    delegating: Arc<DelegationSource>,
     provided: Vec<Arc<dyn Source>>,
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let builtin = [functions, client_queue.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
+    let builtin: [Arc<dyn Source>; 4] =
+        [functions, client_queue.clone(), Arc::new(CallerSource), delegating];
     Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }
 
@@ -352,6 +376,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
     tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
+    tasks.spawn(maintenance::orphaned_tasks::run(engine.delegation.clone()));
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));
     if engine.core.webhook_sender.is_some() {

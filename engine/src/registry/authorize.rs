@@ -13,6 +13,7 @@ use crate::domain::access_rules::{self, AccessDecision, Denial, RuleAction};
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
+use crate::domain::tool::Executor;
 use crate::ports::core::from_store_error;
 use crate::ports::engine_metrics;
 use crate::registry::Registry;
@@ -109,9 +110,18 @@ impl Catalog {
 
     /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
     /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
-    /// operator allowed.
+    /// operator allowed. The tools that hand work to agents are listed in projects with agents.
     pub(crate) fn is_listed(&self, caller: &Caller, entry: &CatalogEntry) -> bool {
+        if entry.definition.executor == Executor::INTERNAL && !self.has_agents(&caller.project) {
+            return false;
+        }
         !self.authorize(caller, RuleAction::List, &AccessRequest::of(entry)).is_denied()
+    }
+
+    /// Returns true if a project has an agent that can be called.
+    fn has_agents(&self, project: &str) -> bool {
+        let mut roster = self.directory().roster.iter();
+        roster.any(|entry| entry.project == project && entry.definition.is_some())
     }
 
     /// Returns true if the caller may call the tool, with or without an approval.

@@ -123,11 +123,16 @@ impl Utp {
 
 impl Utp {
     /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn,
-    /// and for a tool service's calls of an agent that is on the roster.
+    /// and for a tool service's and detached calls of an agent that is on the roster. The outcome of
+    /// a call that another call joins goes to that call.
     pub(crate) fn uses_inbox(&self, call: &Call) -> bool {
-        call.origin.route.is_some()
-            || call.target.executor == Executor::UTP
-                && self.registry.find_agent_entry(&call.project, &call.origin.agent).is_some()
+        let is_on_roster =
+            |agent: &str| self.registry.find_agent_entry(&call.project, agent).is_some();
+        match call.origin.route.as_deref() {
+            Some(route) if route.joined_by.is_some() => false,
+            Some(route) => !route.is_detached || is_on_roster(&route.agent_id),
+            None => call.target.executor == Executor::UTP && is_on_roster(&call.origin.agent),
+        }
     }
 
     /// Delivers the outcome of a call that has ended to the inbox. If this fails, the watchdog

@@ -2,7 +2,8 @@
 //! results are in, is woken, and resumes with the results. Every new lease, resume, stop and expiry
 //! starts a new epoch, and requests for an older epoch are refused.
 
-mod dispatch;
+pub(crate) mod delegated;
+pub(crate) mod dispatch;
 mod stop;
 use serde_json::{Value, json};
 
@@ -10,7 +11,8 @@ use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::utp::turn_event::{StepProgress, TurnCompletion, TurnEvent};
 use crate::domain::utp::{
-    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, Turn, TurnStatus, is_token, trace,
+    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, ToolStatus, Turn, TurnStatus, is_token,
+    trace,
 };
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
@@ -19,6 +21,7 @@ use crate::ports::store::utp::TurnChange;
 use crate::utp::Utp;
 use crate::utp::inbox::require_agent;
 
+pub use delegated::EnqueueRequest;
 pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
 
 /// Default duration of a lease.
@@ -86,13 +89,15 @@ pub struct TurnFinish {
     pub reason: Option<String>,
     /// Id of the card with the turn's deliverable; must exist.
     pub deliverable_card_id: Option<String>,
+    /// `success`, `partial` or `failed`. Default: `success`.
+    pub status: Option<ToolStatus>,
 }
 
 /// A change that an agent requests for its running turn.
 enum TurnTransition {
     RenewLease,
     Suspend,
-    Finish { reason: Option<String>, deliverable_card_id: Option<String> },
+    Finish(TurnFinish),
 }
 
 fn conflict(turn: &Turn, message: String) -> Error {
@@ -147,8 +152,14 @@ impl Utp {
         }
         let existing = self.core.store.utp().turn(&caller.project, &turn_id).await;
         let request = lease_request.traceparent.as_deref().and_then(trace::normalize);
+        let mut change = TurnChange::default();
         let turn = match existing.map_err(from_store_error)? {
-            Some(existing) => take_over_turn(existing, agent_id, now_ms, lease_ms)?,
+            Some(existing) => {
+                change.acknowledged_inbox_ids = delegated::turn_item_id(&existing);
+                let leased = take_over_turn(existing, agent_id, now_ms, lease_ms)?;
+                self.require_open_delegation(&leased).await?;
+                leased
+            }
             None => Turn {
                 project: caller.project.clone(),
                 agent_id: agent_id.to_owned(),
@@ -169,11 +180,12 @@ impl Utp {
                 updated_ms: wall_ms,
                 reason: None,
                 deliverable_card_id: None,
+                delegation: None,
                 version: 1,
                 turn_id,
             },
         };
-        self.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await
+        self.save_and_publish_turn(turn, change, TurnEvent::default()).await
     }
 
     /// Returns one turn of an agent.
@@ -284,12 +296,16 @@ impl Utp {
         let completion = ends.map(|_| task_from_results(&results));
         turn.deliverable_card_id =
             completion.as_ref().and_then(|task| task.tool_result_card_id.clone());
+        if let Some(status) = completion.as_ref().and_then(|task| task.status.parse().ok()) {
+            delegated::set_status(&mut turn, status);
+        }
         let inbox_ids = calls.into_iter().filter_map(|call| call.inbox_id).collect();
         let change = TurnChange { acknowledged_inbox_ids: inbox_ids, ..TurnChange::default() };
         let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
         let step = Some(StepProgress { phase: "completed", new_card_ids });
         let listener = TurnEvent { step, completion, ..TurnEvent::default() };
         let turn = self.save_and_publish_turn(turn, change, listener).await?;
+        self.report_delegation(&turn).await;
         Ok(ResumedTurn { turn, results })
     }
 
@@ -301,14 +317,20 @@ impl Utp {
         turn_id: &str,
         finish: TurnFinish,
     ) -> Result<Turn, Error> {
-        let TurnFinish { epoch, reason, deliverable_card_id } = finish;
+        let epoch = finish.epoch;
         // Checked in this order, so that only the agent learns which cards exist.
         self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
-        if let Some(card_id) = &deliverable_card_id {
+        if let Some(card_id) = &finish.deliverable_card_id {
             self.card(caller, card_id).await?;
         }
-        let wish = TurnTransition::Finish { reason, deliverable_card_id };
-        self.transition_running_turn(caller, agent_id, turn_id, epoch, wish).await
+        let status = finish.status.unwrap_or(ToolStatus::Success);
+        if matches!(status, ToolStatus::Canceled | ToolStatus::Timeout) {
+            return Err(invalid("status must be success, partial or failed"));
+        }
+        let wish = TurnTransition::Finish(finish);
+        let turn = self.transition_running_turn(caller, agent_id, turn_id, epoch, wish).await?;
+        self.report_delegation(&turn).await;
+        Ok(turn)
     }
 
     /// Changes a turn that is running in this epoch. Retries if a concurrent change, such as a
@@ -360,13 +382,19 @@ impl Utp {
                     ..TurnEvent::default()
                 }))
             }
-            TurnTransition::Finish { reason, deliverable_card_id } => {
+            TurnTransition::Finish(finish) => {
                 turn.status = TurnStatus::Finished;
-                turn.reason = reason.clone();
-                turn.deliverable_card_id = deliverable_card_id.clone();
-                let (tool_result_card_id, error_code, error) = (None, None, None);
-                let status = "success".to_owned();
-                let task = TurnCompletion { status, tool_result_card_id, error_code, error };
+                turn.reason = finish.reason.clone();
+                turn.deliverable_card_id = finish.deliverable_card_id.clone();
+                let status = finish.status.unwrap_or(ToolStatus::Success);
+                let has_failed = status == ToolStatus::Failed;
+                delegated::set_status(turn, status);
+                let task = TurnCompletion {
+                    status: status.as_str().to_owned(),
+                    tool_result_card_id: None,
+                    error_code: has_failed.then_some("agent_failed"),
+                    error: finish.reason.clone().filter(|_| has_failed),
+                };
                 Ok(Some(TurnEvent { completion: Some(task), ..TurnEvent::default() }))
             }
         }
@@ -420,7 +448,8 @@ fn take_over_turn(
         return Err(conflict(&existing, "the turn is another agent's".into()));
     }
     let lapsed = existing.status == TurnStatus::Running && existing.lease_until_ms <= now_ms;
-    if !lapsed && existing.status != TurnStatus::Expired {
+    let is_free = matches!(existing.status, TurnStatus::Dispatched | TurnStatus::Expired);
+    if !lapsed && !is_free {
         let reason = match existing.status {
             TurnStatus::Running => "it is leased",
             TurnStatus::Suspended => "it is suspended: resume it",
@@ -482,8 +511,9 @@ impl Utp {
         Ok(saved)
     }
 
-    async fn store_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
+    async fn store_turn(&self, mut turn: Turn, mut change: TurnChange) -> Result<Turn, Error> {
         turn.updated_ms = self.core.clock.wall_ms();
+        change.edges.extend(delegated::edge_of(&turn));
         let saved = self.core.store.utp().save_turn(turn.clone(), change).await;
         match saved.map_err(from_store_error)? {
             SaveResult::Saved => Ok(turn),
@@ -520,5 +550,39 @@ impl Utp {
             });
         }
         Ok(results)
+    }
+}
+
+impl Utp {
+    /// Adds a call that the agent made by a command to its turn, which then waits for it.
+    pub(crate) async fn add_commanded_call(
+        &self,
+        turn: Turn,
+        step_call: &StepCall,
+        deadline_ms: u64,
+    ) -> Result<(), Error> {
+        let (project, turn_id) = (turn.project.clone(), turn.turn_id.clone());
+        let mut current = turn;
+        for _ in 0..MAX_CONFLICT_RETRIES {
+            let mut next = bump_version(current);
+            if !next.steps.contains(&step_call.step_id) {
+                next.steps.push(step_call.step_id.clone());
+            }
+            next.step_id = Some(step_call.step_id.clone());
+            next.resume_deadline_ms = next.resume_deadline_ms.max(Some(deadline_ms));
+            let change =
+                TurnChange { step_calls: vec![step_call.clone()], ..TurnChange::default() };
+            match self.store_turn(next, change).await {
+                Err(error) if error.code() == Code::Conflict => {}
+                other => return other.map(drop),
+            }
+            let stored = self.core.store.utp().turn(&project, &turn_id).await;
+            match stored.map_err(from_store_error)? {
+                Some(stored) if stored.epoch == step_call.epoch => current = stored,
+                // The agent no longer waits for calls of this epoch.
+                _ => return Ok(()),
+            }
+        }
+        Err(too_many_conflicts())
     }
 }

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::Json;
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::domain::utp::{StepCall, Turn};
+use toolcrib::domain::utp::{StepCall, ToolStatus, Turn};
 use toolcrib::utp::{DispatchRequest, ResumedTurn, StepCallRequest, TurnFinish, TurnLeaseRequest};
 use utoipa::ToSchema;
 
@@ -105,6 +105,9 @@ pub struct FinishBody {
     reason: Option<String>,
     /// Id of the card with the turn's deliverable, published with the end of the turn.
     deliverable_card_id: Option<String>,
+    /// `success`, `partial` or `failed`; a turn that failed has its reason as the error. Default:
+    /// `success`.
+    status: Option<String>,
 }
 
 impl FinishBody {
@@ -115,8 +118,14 @@ impl FinishBody {
             epoch: self.turn_epoch.ok_or_else(missing)?,
             reason: self.reason.as_deref().map(truncate_reason),
             deliverable_card_id: self.deliverable_card_id,
+            status: self.status.as_deref().map(parse_status).transpose()?,
         })
     }
+}
+
+fn parse_status(text: &str) -> Result<ToolStatus, Error> {
+    let message = "status must be success, partial or failed";
+    text.parse().map_err(|()| Error::refused(Code::ValidationError, message))
 }
 
 /// Truncates the reason for the end of a turn to the length that is stored and published.
@@ -156,6 +165,13 @@ pub fn turn_body(turn: &Turn, calls: &[StepCall]) -> Value {
         "calls": call_bodies,
         "reason": turn.reason,
         "deliverable_card_id": turn.deliverable_card_id,
+        "delegation": turn.delegation.as_deref().map(|delegation| json!({
+            "call_id": delegation.call_id,
+            "parent_agent_id": delegation.parent_agent_id,
+            "parent_agent_turn_id": delegation.parent_turn_id,
+            "instruction_card_id": delegation.instruction_card_id,
+            "deadline_at_ms": delegation.deadline_ms,
+        })),
         "created_at_ms": turn.created_ms,
         "updated_at_ms": turn.updated_ms,
     })

@@ -92,3 +92,16 @@ async fn followers_that_reconnect_see_every_event_once() {
     server.stop().await;
     database.drop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn experts_are_joined_while_the_server_is_killed() {
+    let Some(database) = Database::new().await else { return };
+    let Some(nats) = crate::support::nats::Nats::start().await else { return };
+    crate::utp::experts::check_joined_experts(&nats, Some(&database.url)).await;
+    let sql = "SELECT primitive || ' ' || edge_phase, count(*) FROM state.execution_edges \
+               WHERE primitive IN ('enqueue', 'report') GROUP BY 1 ORDER BY 1";
+    let rows = database.client().await.query(sql, &[]).await.unwrap();
+    let edges: Vec<(String, i64)> = rows.iter().map(|row| (row.get(0), row.get(1))).collect();
+    assert_eq!(edges, [("enqueue request".into(), 2), ("report response".into(), 2)]);
+    database.drop().await;
+}

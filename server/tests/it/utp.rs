@@ -3,6 +3,8 @@
 mod batching;
 mod calls;
 mod commands;
+mod delegation;
+pub mod experts;
 mod fences;
 mod identity;
 mod outages;

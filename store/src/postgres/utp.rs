@@ -145,6 +145,13 @@ impl UtpStore for PostgresStore {
         Ok(self.query_bodies(sql, &[&project, &tool_call_id, &turn_id]).await?.pop())
     }
 
+    async fn add_step_call(&self, step_call: StepCall) -> Result<(), StoreError> {
+        self.write(step_call, |writer, step_call| {
+            Box::pin(turns::insert_step_call(&writer.session, step_call))
+        })
+        .await
+    }
+
     async fn undelivered_step_calls(
         &self,
         after: u64,

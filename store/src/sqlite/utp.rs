@@ -202,6 +202,10 @@ impl UtpStore for SqliteStore {
         .await
     }
 
+    async fn add_step_call(&self, step_call: StepCall) -> Result<(), StoreError> {
+        self.write(move |writer| turns::insert_step_call(writer.connection()?, &step_call)).await
+    }
+
     async fn undelivered_step_calls(
         &self,
         after: u64,

@@ -1,24 +1,33 @@
-//! Commands to the system itself (`cmd.sys.…`). Toolcrib serves none of them; each becomes a dead
-//! letter, so that its sender's operator sees that it was not executed.
+//! Commands to the system itself (`cmd.sys.…`). Those for the protocol's internal tools
+//! (`cmd.sys.pmo.internal.<tool>`) become calls; every other command, and each that cannot be
+//! answered, becomes a dead letter, so that its sender's operator sees that it was not executed.
 
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{AckKind, Message};
 use futures::StreamExt;
+use serde_json::{Map, Value};
 use toolcrib::Engine;
+use toolcrib::domain::caller::Role;
+use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::domain::utp::RESERVED_NAMES;
 use toolcrib::domain::utp::subject::{self, Subject};
-use toolcrib::utp::UnprocessableMessage;
-use toolcrib_protocol::utp::{NatsConnection, wire};
+use toolcrib::domain::utp::trace;
+use toolcrib::registry::audit;
+use toolcrib::utp::{CommandReceipt, InternalCommand, UnprocessableMessage};
+use toolcrib_protocol::utp::wire::{self, UtpHeaders};
+use toolcrib_protocol::utp::NatsConnection;
 
 /// Maximum number of commands that one request to the broker returns.
 const PULL_BATCH_SIZE: usize = 64;
 /// Time the broker holds a request for commands.
 const PULL_EXPIRY: Duration = Duration::from_secs(5);
-/// Delay before a failed consumer is opened again, and before a command whose dead letter could not
-/// be stored is redelivered.
+/// Delay before a failed consumer is opened again, and before a command that could not be stored is
+/// redelivered.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Maximum number of commands that are processed concurrently.
+const MAX_CONCURRENT: usize = 64;
 
 /// Consumes commands for as long as the future is polled.
 pub(super) async fn run_consumer(engine: Engine, nats: NatsConnection) {
@@ -52,26 +61,155 @@ async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), 
     let consumer: PullConsumer = stream.get_or_create_consumer(&name, config).await?;
     loop {
         let request = consumer.batch().max_messages(PULL_BATCH_SIZE).expires(PULL_EXPIRY);
-        let mut commands = request.messages().await?;
-        loop {
-            let command = tokio::select! {
-                command = commands.next() => command,
-                () = &mut reconnected => return Ok(()),
-            };
+        let commands = request.messages().await?;
+        // Commands do not wait for each other, so one slow commit holds up nothing.
+        let handled = commands.map(|command| async move {
             match command {
-                Some(command) => store_dead_letter(engine, &command?).await?,
-                None => break,
+                Ok(command) => process_command(engine, &command).await,
+                Err(error) => Err(error),
+            }
+        });
+        let mut handled = std::pin::pin!(handled.buffer_unordered(MAX_CONCURRENT));
+        loop {
+            tokio::select! {
+                next = handled.next() => match next {
+                    Some(handled) => handled?,
+                    None => break,
+                },
+                () = &mut reconnected => return Ok(()),
             }
         }
     }
 }
 
-/// Stores a command as a dead letter and acknowledges it.
-async fn store_dead_letter(engine: &Engine, command: &Message) -> Result<(), async_nats::Error> {
+/// Processes a command and acknowledges it. A command that could not be stored is delivered again.
+async fn process_command(engine: &Engine, command: &Message) -> Result<(), async_nats::Error> {
     let Some(parts) = subject::parse(&command.subject) else {
         return command.ack_with(AckKind::Term).await;
     };
-    let (reason, message) = describe_refusal(&parts);
+    let origin = RequestOrigin { transport: Some("nats".into()), ..Default::default() };
+    let refusal = match audit::with_origin(origin, execute_command(engine, &parts, command)).await {
+        Ok(None) => return command.ack().await,
+        Ok(Some(refusal)) => refusal,
+        Err(error) => {
+            tracing::warn!(%error, "a command to the system was not stored; retrying");
+            return command.ack_with(AckKind::Nak(Some(RETRY_DELAY))).await;
+        }
+    };
+    store_dead_letter(engine, &parts, command, refusal).await
+}
+
+/// The reason why a command is not executed, as a code and in words.
+type CommandRefusal = (&'static str, String);
+
+/// Makes a call from a command for an internal tool. Returns the reason if the command becomes a
+/// dead letter.
+async fn execute_command(
+    engine: &Engine,
+    parts: &Subject<'_>,
+    command: &Message,
+) -> Result<Option<CommandRefusal>, toolcrib::Error> {
+    let internal = parts.suffix.strip_prefix("internal.").filter(|_| parts.target == "pmo");
+    let Some(tool) = internal.filter(|name| RESERVED_NAMES.contains(name)) else {
+        return Ok(Some(unknown_command(parts)));
+    };
+    if let Err(error) = engine.registry().require_project(parts.project) {
+        return Ok(Some(("malformed", format!("{tool} was not executed: {error}"))));
+    }
+    let parsed = match parse_command(parts, tool, command) {
+        Ok(parsed) => parsed,
+        Err(problem) => {
+            return Ok(Some(("malformed", format!("{tool} was not executed: {problem}"))));
+        }
+    };
+    let caller = super::caller(engine, parts.project, &parsed.agent_id, Role::Agent);
+    match engine.utp().accept_command(&caller, parsed).await? {
+        CommandReceipt::Accepted(call) => {
+            tracing::debug!(call = %call.id, tool, "command accepted");
+            Ok(None)
+        }
+        CommandReceipt::Rejected { fault, .. } => {
+            tracing::debug!(tool, %fault, "command refused with a result");
+            Ok(None)
+        }
+        CommandReceipt::Unanswerable { reason, message } => {
+            Ok(Some((reason, format!("{tool} was not executed: {message}"))))
+        }
+    }
+}
+
+/// Parses a command. Fails if it lacks a field without which it cannot be answered.
+fn parse_command(
+    parts: &Subject<'_>,
+    tool: &str,
+    message: &Message,
+) -> Result<InternalCommand, String> {
+    let payload: Value = serde_json::from_slice(&message.payload)
+        .map_err(|error| format!("the command is not JSON: {error}"))?;
+    let Value::Object(fields) = payload else { return Err("a command is an object".into()) };
+    let headers = UtpHeaders::from_message(message.headers.as_ref());
+    for (name, part) in [("cg-project-id", parts.project), ("cg-channel-id", parts.channel)] {
+        if headers.get(name).is_some_and(|value| value != part) {
+            return Err(format!("the header {name} does not match the subject"));
+        }
+    }
+    let field = |name: &str, in_header: &str| read_field(&fields, &headers, name, in_header);
+    let needed = |name: &str, in_header: &str| {
+        field(name, in_header).ok_or_else(|| format!("missing required field: {name}"))
+    };
+    let epoch = needed("turn_epoch", "cg-turn-epoch")?;
+    let inline = ["args", "arguments", "result"].into_iter();
+    Ok(InternalCommand {
+        tool: tool.to_owned(),
+        channel: parts.channel.to_owned(),
+        agent_id: needed("agent_id", "cg-agent-id")?,
+        turn_id: needed("agent_turn_id", "cg-turn-id")?,
+        epoch: epoch.parse().map_err(|_| "turn_epoch is not a whole number".to_owned())?,
+        tool_call_id: needed("tool_call_id", "cg-tool-call-id")?,
+        step_id: field("step_id", "cg-step-id"),
+        card_id: field("tool_call_card_id", ""),
+        tool_name: field("tool_name", ""),
+        after_execution: field("after_execution", ""),
+        context_box_id: field("context_box_id", ""),
+        inline_field: inline.into_iter().find(|name| fields.contains_key(*name)),
+        depth: headers.get("cg-recursion-depth").map(str::to_owned),
+        // An invalid trace header is no reason to leave a command unanswered.
+        traceparent: headers.get("traceparent").and_then(trace::normalize),
+        tracestate: headers
+            .get("tracestate")
+            .filter(|state| trace::is_valid_tracestate(state))
+            .map(str::to_owned),
+    })
+}
+
+/// Reads a field as text, from the payload or else from a header. A blank one counts as missing.
+fn read_field(
+    fields: &Map<String, Value>,
+    headers: &UtpHeaders<'_>,
+    name: &str,
+    in_header: &str,
+) -> Option<String> {
+    let value = match fields.get(name) {
+        Some(Value::String(text)) => Some(text.clone()),
+        Some(Value::Number(number)) => Some(number.to_string()),
+        _ => headers.get(in_header).map(str::to_owned),
+    };
+    value.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
+fn unknown_command(parts: &Subject<'_>) -> CommandRefusal {
+    let Subject { target, suffix, .. } = parts;
+    let message = format!("there is no command cmd.sys.{target}.{suffix}; it was not executed");
+    ("unknown_command", message)
+}
+
+/// Stores a command as a dead letter and acknowledges it.
+async fn store_dead_letter(
+    engine: &Engine,
+    parts: &Subject<'_>,
+    command: &Message,
+    (reason, message): CommandRefusal,
+) -> Result<(), async_nats::Error> {
     let dead_letter = UnprocessableMessage {
         kind: "command",
         reason: reason.to_owned(),
@@ -93,25 +231,6 @@ async fn store_dead_letter(engine: &Engine, command: &Message) -> Result<(), asy
         Err(error) => {
             tracing::warn!(%error, "a dead letter was not stored; retrying");
             command.ack_with(AckKind::Nak(Some(RETRY_DELAY))).await
-        }
-    }
-}
-
-/// Returns the reason why a command is not executed, as a code and in words.
-fn describe_refusal(parts: &Subject<'_>) -> (&'static str, String) {
-    let Subject { target, suffix, .. } = parts;
-    let internal = suffix.strip_prefix("internal.").filter(|_| *target == "pmo");
-    match internal.filter(|name| RESERVED_NAMES.contains(name)) {
-        Some(name) => {
-            let message = format!(
-                "this server does not serve the internal tool {name}; the command was not executed"
-            );
-            ("not_served", message)
-        }
-        None => {
-            let message =
-                format!("there is no command cmd.sys.{target}.{suffix}; it was not executed");
-            ("unknown_command", message)
         }
     }
 }

@@ -34,7 +34,7 @@ pub struct TurnCompletion {
     pub status: String,
     /// Id of the result card that ended the turn, if one did.
     pub tool_result_card_id: Option<String>,
-    /// `tool_failed` or `stopped`; `None` after a success.
+    /// `tool_failed`, `agent_failed` or `stopped`; `None` after a success.
     pub error_code: Option<&'static str>,
     /// Reason in words, if the turn did not succeed.
     pub error: Option<String>,
@@ -80,6 +80,7 @@ impl TurnEvent {
 
 fn state_payload(turn: &Turn, waiting: &[String]) -> Value {
     let status = match turn.status {
+        TurnStatus::Dispatched => "dispatched",
         TurnStatus::Running => "running",
         TurnStatus::Suspended => "suspended",
         TurnStatus::Finished | TurnStatus::Stopped | TurnStatus::Expired => "idle",

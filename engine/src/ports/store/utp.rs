@@ -6,7 +6,9 @@ use tokio::sync::watch;
 
 use super::{SaveResult, StoreError};
 use crate::domain::tool::ToolDefinition;
-use crate::domain::utp::{Card, DeadLetter, InboxItem, OutboxMessage, Route, StepCall, Turn};
+use crate::domain::utp::{
+    Card, DeadLetter, ExecutionEdge, InboxItem, OutboxMessage, Route, StepCall, Turn,
+};
 
 /// Result of writing a card.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,6 +41,8 @@ pub struct TurnChange {
     pub inbox: Vec<InboxItem>,
     /// Messages to publish after the commit.
     pub outbox: Vec<OutboxMessage>,
+    /// Messages between agents, for the shared tables; a store without them ignores these.
+    pub edges: Vec<ExecutionEdge>,
 }
 
 /// A report that a tool service wrote into the shared tables and that is not processed yet.
@@ -135,6 +139,10 @@ pub trait UtpStore: Send + Sync {
         turn_id: Option<&str>,
         tool_call_id: &str,
     ) -> Result<Option<StepCall>, StoreError>;
+
+    /// Stores a call that an agent made by a command, in a turn that it keeps elsewhere. A call that
+    /// is stored already stays as it is.
+    async fn add_step_call(&self, step_call: StepCall) -> Result<(), StoreError>;
 
     /// Returns calls of turns whose outcome is in no inbox yet, oldest first, after this one.
     async fn undelivered_step_calls(

@@ -332,7 +332,7 @@ impl Utp {
         invocation.timeout_ms = call.timeout_ms;
         invocation.attempt_timeout_ms = call.attempt_timeout_ms;
         invocation.input_timeout_ms = call.input_timeout_ms;
-        invocation.idempotency_key = Some(step_call_key(turn, call));
+        invocation.idempotency_key = Some(step_call_key(&turn.turn_id, &call.tool_call_id));
         invocation.traceparent = turn.traceparent.clone();
         invocation.route = Some(Box::new(route.clone()));
         match self.calls.invoke(agent, invocation).await {
@@ -459,8 +459,9 @@ fn call_card_id(call: &StepCall) -> Option<String> {
     Some(card::derived_id(&id, TOOL_CALL))
 }
 
-fn step_call_key(turn: &Turn, call: &StepCallRequest) -> String {
-    let seed = json!([turn.turn_id, call.tool_call_id]).to_string();
+/// Returns the idempotency key of a call of a turn.
+pub(crate) fn step_call_key(turn_id: &str, tool_call_id: &str) -> String {
+    let seed = json!([turn_id, tool_call_id]).to_string();
     format!("utp:{}", hex(&Sha256::digest(seed.as_bytes())))
 }
 
@@ -477,6 +478,8 @@ fn build_route(turn: &Turn, step_id: &str, call: &StepCallRequest) -> Route {
         context_box_id: turn.context_box_id.clone(),
         depth: turn.depth,
         project: None,
+        joined_by: None,
+        is_detached: false,
     }
 }
 
@@ -501,7 +504,7 @@ pub(super) fn build_step_call(
 }
 
 /// Returns the id of a card that belongs to a refused call.
-fn failed_card_id(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
+pub(crate) fn failed_card_id(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
     let inbox_id = derive_inbox_id(project, turn_id, tool_call_id);
     format!("{end}{}", inbox_id.trim_start_matches("inbox_"))
 }

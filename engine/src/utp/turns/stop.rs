@@ -2,13 +2,14 @@
 
 use serde_json::json;
 
+use super::delegated::set_status;
 use super::{MAX_CONFLICT_RETRIES, bump_version, conflict, too_many_conflicts};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::utp::card::into_map;
 use crate::domain::utp::turn_event::{TurnCompletion, TurnEvent};
-use crate::domain::utp::{InboxItem, StepCall, Turn, TurnStatus, trace};
+use crate::domain::utp::{InboxItem, StepCall, ToolStatus, Turn, TurnStatus, trace};
 use crate::ports::store::utp::TurnChange;
 use crate::utp::Utp;
 use crate::utp::inbox::derive_inbox_id;
@@ -35,6 +36,7 @@ impl Utp {
             turn.epoch += 1;
             turn.status = TurnStatus::Stopped;
             turn.reason = reason.clone();
+            set_status(&mut turn, ToolStatus::Canceled);
             let item = self.build_stop_item(&turn);
             let messages = self.build_wakeup(&item, &turn.channel).into_iter().collect();
             let change =
@@ -55,6 +57,7 @@ impl Utp {
             };
             self.calls.cancel_open_calls(caller, turn_id, "the turn was stopped", in_turn).await;
             self.wake_inbox_listeners(&stopped.project, agent_id, true);
+            self.report_delegation(&stopped).await;
             return Ok(stopped);
         }
         Err(too_many_conflicts())
@@ -105,10 +108,19 @@ impl Utp {
         turn.epoch += 1;
         turn.status = TurnStatus::Expired;
         turn.reason = Some("the lease ran out".to_owned());
-        match self.save_and_publish_turn(turn, TurnChange::default(), TurnEvent::default()).await {
+        let is_delegated = turn.delegation.is_some();
+        let change = self.redispatch_expired(&mut turn);
+        match self.save_and_publish_turn(turn, change, TurnEvent::default()).await {
             // The turn was changed concurrently, so it no longer needs to expire.
             Err(error) if error.code() == Code::Conflict => Ok(()),
-            other => other.map(drop),
+            Ok(turn) => {
+                if is_delegated {
+                    self.wake_inbox_listeners(&turn.project, &turn.agent_id, true);
+                    self.report_delegation(&turn).await;
+                }
+                Ok(())
+            }
+            Err(error) => Err(error),
         }
     }
 }

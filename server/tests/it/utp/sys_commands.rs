@@ -1,5 +1,4 @@
-//! Commands to the system itself (`cmd.sys.…`): Toolcrib serves none of them, and each becomes a
-//! dead letter.
+//! Commands to the system itself (`cmd.sys.…`) that cannot be executed: each becomes a dead letter.
 
 use serde_json::{Value, json};
 
@@ -17,7 +16,7 @@ async fn wait_for_dead_letter(api: &Api, subject: &str) -> Value {
 }
 
 #[tokio::test]
-async fn every_command_to_the_system_becomes_a_dead_letter() {
+async fn every_command_that_cannot_be_answered_becomes_a_dead_letter() {
     let Some(nats) = Nats::start().await else { return };
     let server = nats.server().await;
     let (api, peer) = (server.api(), nats.peer().await);
@@ -27,7 +26,7 @@ async fn every_command_to_the_system_becomes_a_dead_letter() {
         let subject = format!("cg.v1r3.default.public.cmd.sys.pmo.internal.{tool}");
         peer.command(&subject, body.to_string().into_bytes()).await;
         let dead = wait_for_dead_letter(&api, &subject).await;
-        assert_eq!((&dead["kind"], &dead["reason"]), (&json!("command"), &json!("not_served")));
+        assert_eq!((&dead["kind"], &dead["reason"]), (&json!("command"), &json!("malformed")));
         let message = dead["message"].as_str().unwrap();
         assert!(message.contains(tool) && message.contains("was not executed"), "{dead}");
         assert_eq!(dead["payload"], body.to_string());
@@ -57,7 +56,7 @@ async fn every_command_to_the_system_becomes_a_dead_letter() {
     peer.command(subject, b"{}".to_vec()).await;
     wait_for_dead_letter(&api.clone().project("elsewhere"), subject).await;
     let metrics = api.get("/metrics").await.text;
-    for reason in ["not_served", "unknown_command"] {
+    for reason in ["malformed", "unknown_command"] {
         let line = format!("toolcrib_dead_letters_total{{reason=\"{reason}\"}}");
         assert!(metrics.contains(&line), "{metrics}");
     }

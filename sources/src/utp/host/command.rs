@@ -186,6 +186,8 @@ impl ReceivedCommand {
             context_box_id: text(self.fields.get("context_box_id")),
             depth: depth.unwrap_or_default(),
             project: Some(self.project.clone()),
+            joined_by: None,
+            is_detached: false,
         }
     }
 }

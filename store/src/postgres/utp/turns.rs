@@ -1,13 +1,13 @@
 //! Turns and the calls of their steps, and the purge of old UTP data.
 
-use toolcrib::domain::utp::Turn;
+use toolcrib::domain::utp::{ExecutionEdge, StepCall, Turn};
 use toolcrib::ports::store::SaveResult;
 use toolcrib::ports::store::utp::{REPLACED_DEFINITION_GRACE_MS, TurnChange};
 
 use super::super::change::WriterConnection;
 use super::super::limit_param;
 use super::{inbox, insert_outbox_messages};
-use crate::postgres::session::{SessionError, SqlParams};
+use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::encode;
 
 /// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
@@ -37,19 +37,11 @@ pub(super) async fn save_turn(
     if session.execute(sql, params).await? == 0 {
         return Ok(SaveResult::Conflict);
     }
-    for waiting in &change.step_calls {
-        let sql = "INSERT INTO turn_calls (project, turn_id, tool_call_id, step_id, call_id, \
-                   inbox_id, body) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
-        let params: SqlParams<'_> = &[
-            &waiting.project,
-            &waiting.turn_id,
-            &waiting.tool_call_id,
-            &waiting.step_id,
-            &waiting.call_id,
-            &waiting.inbox_id,
-            &encode(waiting)?,
-        ];
-        session.execute(sql, params).await?;
+    for step_call in &change.step_calls {
+        insert_step_call(session, step_call).await?;
+    }
+    for edge in &change.edges {
+        insert_edge(session, turn, edge).await?;
     }
     if !change.acknowledged_inbox_ids.is_empty() {
         let (project, agent) = (turn.project.clone(), turn.agent_id.clone());
@@ -64,6 +56,57 @@ pub(super) async fn save_turn(
     }
     insert_outbox_messages(writer, &change.outbox).await?;
     Ok(SaveResult::Saved)
+}
+
+/// Inserts a call of a step, unless it is stored already.
+pub(super) async fn insert_step_call(
+    session: &Session,
+    step_call: &StepCall,
+) -> Result<(), SessionError> {
+    let sql = "INSERT INTO turn_calls (project, turn_id, tool_call_id, step_id, call_id, \
+               inbox_id, body) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
+    let params: SqlParams<'_> = &[
+        &step_call.project,
+        &step_call.turn_id,
+        &step_call.tool_call_id,
+        &step_call.step_id,
+        &step_call.call_id,
+        &step_call.inbox_id,
+        &encode(step_call)?,
+    ];
+    session.execute(sql, params).await?;
+    Ok(())
+}
+
+/// Writes the edge of a message that concerns this turn.
+async fn insert_edge(
+    session: &Session,
+    turn: &Turn,
+    edge: &ExecutionEdge,
+) -> Result<(), SessionError> {
+    let sql = "INSERT INTO state.execution_edges (edge_id, project_id, channel_id, primitive, \
+               edge_phase, source_agent_id, source_agent_turn_id, source_step_id, \
+               target_agent_id, target_agent_turn_id, correlation_id, recursion_depth, trace_id, \
+               parent_step_id) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, \
+               $12::bigint::int, $13, $14) ON CONFLICT DO NOTHING";
+    let params: SqlParams<'_> = &[
+        &edge.edge_id,
+        &turn.project,
+        &turn.channel,
+        &edge.primitive,
+        &edge.phase,
+        &edge.source.0,
+        &edge.source.1,
+        &edge.source.2,
+        &edge.target.0,
+        &edge.target.1,
+        &edge.correlation_id,
+        &i64::from(turn.depth),
+        &turn.traceparent.as_deref().and_then(|span| span.split('-').nth(1)),
+        &turn.parent_step_id,
+    ];
+    session.execute(sql, params).await?;
+    Ok(())
 }
 
 /// Upper bound for a cutoff time, near the end of the year 9999: PostgreSQL can represent it.

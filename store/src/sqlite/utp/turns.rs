@@ -1,7 +1,7 @@
 //! Turns and the calls of their steps.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::domain::utp::Turn;
+use toolcrib::domain::utp::{StepCall, Turn};
 use toolcrib::ports::store::SaveResult;
 use toolcrib::ports::store::utp::TurnChange;
 
@@ -34,22 +34,8 @@ pub(super) fn save_turn(
             turn.version as i64,
             encode_body(turn)?
         ])?;
-    for waiting in &change.step_calls {
-        connection
-            .prepare_cached(
-                "INSERT OR IGNORE INTO turn_calls \
-                 (project, turn_id, tool_call_id, step_id, call_id, inbox_id, body) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
-            )?
-            .execute(params![
-                waiting.project,
-                waiting.turn_id,
-                waiting.tool_call_id,
-                waiting.step_id,
-                waiting.call_id,
-                waiting.inbox_id,
-                encode_body(waiting)?
-            ])?;
+    for step_call in &change.step_calls {
+        insert_step_call(connection, step_call)?;
     }
     outbox::consume_inbox_items(
         connection,
@@ -66,4 +52,27 @@ pub(super) fn save_turn(
         .iter()
         .try_for_each(|message| outbox::insert_outbox_message(connection, message))?;
     Ok(SaveResult::Saved)
+}
+
+/// Inserts a call of a step, unless it is stored already.
+pub(super) fn insert_step_call(
+    connection: &Connection,
+    step_call: &StepCall,
+) -> rusqlite::Result<()> {
+    connection
+        .prepare_cached(
+            "INSERT OR IGNORE INTO turn_calls \
+             (project, turn_id, tool_call_id, step_id, call_id, inbox_id, body) \
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+        )?
+        .execute(params![
+            step_call.project,
+            step_call.turn_id,
+            step_call.tool_call_id,
+            step_call.step_id,
+            step_call.call_id,
+            step_call.inbox_id,
+            encode_body(step_call)?
+        ])
+        .map(drop)
 }

@@ -52,6 +52,8 @@ fn full_call() -> Call {
                 context_box_id: Some("box".into()),
                 depth: 2,
                 project: Some("shop".into()),
+                joined_by: Some("tc_1".into()),
+                is_detached: true,
             })),
             callback_url: Some("https://hooks.example/a".into()),
             predecessor: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),

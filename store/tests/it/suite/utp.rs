@@ -52,6 +52,7 @@ pub fn turn(turn_id: &str, version: u64) -> Turn {
         updated_ms: NOW,
         reason: None,
         deliverable_card_id: None,
+        delegation: None,
         version,
     }
 }

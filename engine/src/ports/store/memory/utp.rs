@@ -79,6 +79,18 @@ impl UtpMemoryState {
         })
     }
 
+    /// Adds the call, unless it is stored already.
+    fn add_step_call(&mut self, step_call: StepCall) {
+        let is_same = |existing: &StepCall| {
+            (&existing.project, &existing.turn_id, &existing.tool_call_id)
+                == (&step_call.project, &step_call.turn_id, &step_call.tool_call_id)
+        };
+        if !self.step_calls.values().any(is_same) {
+            let number = self.next();
+            self.step_calls.insert(number, step_call);
+        }
+    }
+
     /// Adds the item, unless the inbox already has the outcome of that call.
     fn put_into_inbox(&mut self, item: InboxItem) -> InboxPutResult {
         let existing = self.inbox.values().find(|(existing, _)| {
@@ -150,16 +162,7 @@ impl UtpStore for UtpMemoryStore {
         if stored + 1 != turn.version {
             return Ok(SaveResult::Conflict);
         }
-        for waiting in change.step_calls {
-            let is_same = |existing: &StepCall| {
-                (&existing.project, &existing.turn_id, &existing.tool_call_id)
-                    == (&waiting.project, &waiting.turn_id, &waiting.tool_call_id)
-            };
-            if !state.step_calls.values().any(is_same) {
-                let number = state.next();
-                state.step_calls.insert(number, waiting);
-            }
-        }
+        change.step_calls.into_iter().for_each(|step_call| state.add_step_call(step_call));
         let is_acknowledged = |item: &InboxItem| {
             (&item.project, &item.agent_id) == (&turn.project, &turn.agent_id)
                 && change.acknowledged_inbox_ids.contains(&item.inbox_id)
@@ -209,6 +212,11 @@ impl UtpStore for UtpMemoryStore {
                 && turn_id.is_none_or(|turn_id| w.turn_id == turn_id)
         };
         Ok(state.step_calls.values().rev().find(is_it).cloned())
+    }
+
+    async fn add_step_call(&self, step_call: StepCall) -> Result<(), StoreError> {
+        self.0.lock().add_step_call(step_call);
+        Ok(())
     }
 
     async fn undelivered_step_calls(

@@ -1,6 +1,6 @@
-"""UTP, the protocol between Toolcrib and tool services on NATS.
+"""UTP, the protocol between Toolcrib and programs on NATS.
 
-`Service` is a whole tool service. The other names are its parts, for services that receive their
+`Service` is a whole tool service, `Worker` a whole worker of agents. The other names are its parts, for services that receive their
 commands themselves.
 """
 
@@ -21,6 +21,7 @@ from .reports import ReportRefused, publish_tool_result_report
 from .results import ToolResultBuilder, ToolResultContext
 from .service import Call, Result, Service
 from .subjects import Subject, parse_subject, safe_str
+from .worker import ToolFailed, Turn, Worker
 
 __all__ = [
     "AuthFailed",
@@ -38,11 +39,14 @@ __all__ = [
     "Service",
     "Subject",
     "ToolCallContent",
+    "ToolFailed",
     "ToolResultBuilder",
     "ToolResultContent",
     "ToolResultContext",
     "ToolTimeout",
+    "Turn",
     "UpstreamUnavailable",
+    "Worker",
     "build_error_result_from_exception",
     "parse_subject",
     "publish_tool_result_report",
