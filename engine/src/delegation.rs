@@ -15,8 +15,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use crate::calls::{CallQuery, Calls, Dispatcher, Ticket};
 use crate::calls::request::CallRequest;
+use crate::calls::{CallQuery, Calls, Dispatcher, Ticket};
 use crate::domain::agent::agent_tool_name;
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
@@ -165,8 +165,7 @@ impl Delegation {
         if let Some(box_id) = &task.context_box_id {
             args["context_box_id"] = box_id.as_str().into();
         }
-        let mut request =
-            CallRequest::of(agent_tool_name(&task.agent_id), Json::from_value(&args));
+        let mut request = CallRequest::of(agent_tool_name(&task.agent_id), Json::from_value(&args));
         let index = task.index;
         let parent = derived::call_traceparent(call);
         request.run_id = call.run_id.clone();
@@ -246,7 +245,8 @@ impl Delegation {
             let found = self.utp.find_call(&task.project, &join).await?;
             if found.is_some_and(|join| join.status.is_terminal()) {
                 let reason = Some("the call that joins it has ended".to_owned());
-                count += usize::from(self.calls.cancel(&task.caller(), &task.id, reason).await.is_ok());
+                count +=
+                    usize::from(self.calls.cancel(&task.caller(), &task.id, reason).await.is_ok());
             }
         }
         Ok(count)

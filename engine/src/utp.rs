@@ -22,8 +22,8 @@ pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
 pub use commands::{CommandReceipt, InternalCommand};
 pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
 pub use turns::{
-    DispatchRequest, DispatchedStep, EnqueueRequest, ResumedTurn, StepCallRequest, StepResult, TurnFinish,
-    TurnLeaseRequest,
+    DispatchRequest, DispatchedStep, EnqueueRequest, ResumedTurn, StepCallRequest, StepResult,
+    TurnFinish, TurnLeaseRequest,
 };
 
 /// Reports of tool services, inboxes of agents, and turns.

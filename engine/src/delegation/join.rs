@@ -262,8 +262,7 @@ impl Join {
         if self.is_fail_fast && states.iter().any(has_failed) {
             return Some(JoinEnd::FirstFailure);
         }
-        let is_answered =
-            self.mode == JoinMode::Any && states.iter().any(TaskState::has_succeeded);
+        let is_answered = self.mode == JoinMode::Any && states.iter().any(TaskState::has_succeeded);
         let is_complete = is_answered || !states.iter().any(TaskState::is_waiting);
         is_complete.then_some(JoinEnd::Complete)
     }

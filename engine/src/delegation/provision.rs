@@ -124,7 +124,10 @@ impl Delegation {
         let own = find(&Route::for_call(call).agent_id);
         if let Some(own) = &own {
             profile = profile.narrowed_to(&own.profile).map_err(|problem| {
-                ProvisionRefusal::new("exceeds_creator", format!("the agent exceeds yours: {problem}"))
+                ProvisionRefusal::new(
+                    "exceeds_creator",
+                    format!("the agent exceeds yours: {problem}"),
+                )
             })?;
         }
         let worker_target = read_text(args, "worker_target");

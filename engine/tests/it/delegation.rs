@@ -40,9 +40,7 @@ async fn define_agents(engine: &Engine) {
 }
 
 fn fork(more: Value) -> CallRequest {
-    let task = |agent: &&str| {
-        json!({ "target_strategy": "new", "target_ref": agent, "instruction": "Work." })
-    };
+    let task = |agent: &&str| json!({ "target_strategy": "new", "target_ref": agent, "instruction": "Work." });
     let mut args = json!({ "tasks": AGENTS.iter().map(task).collect::<Vec<_>>() });
     for (name, value) in more.as_object().unwrap() {
         args[name] = value.clone();

@@ -16,8 +16,8 @@ use toolcrib::domain::utp::subject::{self, Subject};
 use toolcrib::domain::utp::trace;
 use toolcrib::registry::audit;
 use toolcrib::utp::{CommandReceipt, InternalCommand, UnprocessableMessage};
-use toolcrib_protocol::utp::wire::{self, UtpHeaders};
 use toolcrib_protocol::utp::NatsConnection;
+use toolcrib_protocol::utp::wire::{self, UtpHeaders};
 
 /// Maximum number of commands that one request to the broker returns.
 const PULL_BATCH_SIZE: usize = 64;

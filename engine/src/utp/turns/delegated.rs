@@ -81,8 +81,11 @@ pub(super) fn set_status(turn: &mut Turn, status: ToolStatus) {
 /// it has ended.
 pub(super) fn edge_of(turn: &Turn) -> Option<ExecutionEdge> {
     let delegation = turn.delegation.as_deref()?;
-    let above =
-        (delegation.parent_agent_id.clone(), delegation.parent_turn_id.clone(), turn.parent_step_id.clone());
+    let above = (
+        delegation.parent_agent_id.clone(),
+        delegation.parent_turn_id.clone(),
+        turn.parent_step_id.clone(),
+    );
     let below = (turn.agent_id.clone(), turn.turn_id.clone());
     let (primitive, phase, source, target) = match (turn.version, turn.status.is_terminal()) {
         (1, _) => ("enqueue", "request", above, below),
@@ -345,8 +348,7 @@ impl Utp {
     /// has ended. If the process stops before the report is committed, the next process delivers the
     /// call again and finds the turn ended.
     pub(super) async fn report_delegation(&self, turn: &Turn) {
-        let Some(status) = turn.delegation.as_ref().and_then(|delegation| delegation.status)
-        else {
+        let Some(status) = turn.delegation.as_ref().and_then(|delegation| delegation.status) else {
             return;
         };
         let Some(call) = self.open_delegating_call(turn) else { return };

@@ -504,7 +504,12 @@ pub(super) fn build_step_call(
 }
 
 /// Returns the id of a card that belongs to a refused call.
-pub(crate) fn failed_card_id(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
+pub(crate) fn failed_card_id(
+    project: &str,
+    turn_id: &str,
+    tool_call_id: &str,
+    end: &str,
+) -> String {
     let inbox_id = derive_inbox_id(project, turn_id, tool_call_id);
     format!("{end}{}", inbox_id.trim_start_matches("inbox_"))
 }

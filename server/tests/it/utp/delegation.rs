@@ -154,7 +154,10 @@ async fn a_delegated_turn_goes_to_the_worker_and_its_deliverable_to_the_parent()
     assert_eq!((&accepted["status"], &accepted["agent_id"]), (&json!("accepted"), &json!("bob")));
     let subject = "cg.v1r3.default.public.cmd.agent.w_bob.wakeup";
     let wakeup = fixture.peer.next_on(subject, "worker").await;
-    assert_eq!((&wakeup.payload["agent_id"], &wakeup.payload["reason"]), (&json!("bob"), &json!("turn")));
+    assert_eq!(
+        (&wakeup.payload["agent_id"], &wakeup.payload["reason"]),
+        (&json!("bob"), &json!("turn"))
+    );
     assert_eq!(wakeup.header("CG-Recursion-Depth"), "1");
     let span = wakeup.header("traceparent");
     assert!(span.starts_with(&TRACE[..36]) && span != TRACE, "{span}");
@@ -165,7 +168,10 @@ async fn a_delegated_turn_goes_to_the_worker_and_its_deliverable_to_the_parent()
     let leased = fixture.lease_next("bob").await;
     let payload = &leased["item"]["payload"];
     assert_eq!(payload["instruction"], "Count to three.", "{payload}");
-    assert_eq!((&payload["parent_agent_id"], &payload["parent_step_id"]), (&json!("ada"), &json!("s1")));
+    assert_eq!(
+        (&payload["parent_agent_id"], &payload["parent_step_id"]),
+        (&json!("ada"), &json!("s1"))
+    );
     assert_eq!(leased["turn"]["status"], "running");
     let rest = fixture.rpc("bob", "inbox", json!({})).await;
     assert_eq!(rest["items"], json!([]), "the lease acknowledges the item");
@@ -244,7 +250,10 @@ async fn a_join_ends_with_the_first_failure_or_the_first_success() {
     let error = &card["content"]["error"];
     assert!(error["message"].as_str().unwrap().contains("no time"), "{error}");
     let results = &error["detail"]["results"];
-    assert_eq!((&results[0]["status"], &results[1]["status"]), (&json!("canceled"), &json!("canceled")));
+    assert_eq!(
+        (&results[0]["status"], &results[1]["status"]),
+        (&json!("canceled"), &json!("canceled"))
+    );
     fixture.command("fork_join", "f2", json!({ "tasks": tasks, "join": "any" })).await;
     let leased = loop {
         let leased = fixture.lease_next("eve").await;
@@ -256,7 +265,10 @@ async fn a_join_ends_with_the_first_failure_or_the_first_success() {
     let (item, card) = fixture.result("f2").await;
     assert_eq!(item["payload"]["status"], "success", "{item}");
     let results = &card["content"]["result"]["results"];
-    assert_eq!((&results[0]["status"], &results[1]["result"]), (&json!("canceled"), &json!("first")));
+    assert_eq!(
+        (&results[0]["status"], &results[1]["result"]),
+        (&json!("canceled"), &json!("first"))
+    );
 }
 
 #[tokio::test]
@@ -269,7 +281,10 @@ async fn an_expert_answers_a_question() {
     fixture.deliver("bob", &leased, json!({ "text": "Because." })).await;
     let (_, card) = fixture.result("q1").await;
     let result = &card["content"]["result"];
-    assert_eq!((&result["status"], &result["answer"]["text"]), (&json!("success"), &json!("Because.")));
+    assert_eq!(
+        (&result["status"], &result["answer"]["text"]),
+        (&json!("success"), &json!("Because."))
+    );
     let launch = json!({ "profile_name": "bob", "instruction": "Begin." });
     fixture.command("launch_principal", "l1", launch).await;
     let (_, card) = fixture.result("l1").await;
@@ -283,22 +298,82 @@ async fn a_command_that_is_refused_is_answered_with_the_reason() {
     let long = "x".repeat(300);
     let nested = json!({ "tasks": vec![task("bob", "x"); 10_000] });
     let cases: [(&str, Value, fn(&mut Value), &str); 16] = [
-        ("delegate_async", task("bob", "x"), |p| drop(p.as_object_mut().unwrap().remove("step_id")), "missing required field: step_id"),
-        ("delegate_async", task("bob", "x"), |p| p["tool_call_card_id"] = json!(""), "missing required field: tool_call_card_id"),
-        ("delegate_async", task("bob", "x"), |p| drop(p.as_object_mut().unwrap().remove("after_execution")), "missing required field: after_execution"),
-        ("delegate_async", task("bob", "x"), |p| p["after_execution"] = json!("explode"), "invalid_after_execution"),
-        ("delegate_async", task("bob", "x"), |p| p["after_execution"] = json!("terminate"), "after_execution_mismatch"),
-        ("delegate_async", task("bob", "x"), |p| p["args"] = json!({}), "payload.args is forbidden"),
-        ("delegate_async", task("bob", "x"), |p| p["tool_name"] = json!("fork_join"), "tool_name mismatch"),
-        ("delegate_async", task("bob", "x"), |p| p["tool_call_card_id"] = json!("nowhere"), "there is no card"),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| drop(p.as_object_mut().unwrap().remove("step_id")),
+            "missing required field: step_id",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| p["tool_call_card_id"] = json!(""),
+            "missing required field: tool_call_card_id",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| drop(p.as_object_mut().unwrap().remove("after_execution")),
+            "missing required field: after_execution",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| p["after_execution"] = json!("explode"),
+            "invalid_after_execution",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| p["after_execution"] = json!("terminate"),
+            "after_execution_mismatch",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| p["args"] = json!({}),
+            "payload.args is forbidden",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| p["tool_name"] = json!("fork_join"),
+            "tool_name mismatch",
+        ),
+        (
+            "delegate_async",
+            task("bob", "x"),
+            |p| p["tool_call_card_id"] = json!("nowhere"),
+            "there is no card",
+        ),
         ("delegate_async", task("nobody", "x"), |_| {}, "the agents are: bob"),
         ("delegate_async", task(&long, "x"), |_| {}, "there is no agent"),
-        ("delegate_async", json!({ "target_ref": "bob", "instruction": "x" }), |_| {}, "target_strategy"),
-        ("delegate_async", json!({ "target_strategy": "steal", "target_ref": "bob", "instruction": "x" }), |_| {}, "target_strategy"),
-        ("ask_expert", json!({ "expert_profile": "ada", "question": "x" }), |_| {}, "there is no agent"),
+        (
+            "delegate_async",
+            json!({ "target_ref": "bob", "instruction": "x" }),
+            |_| {},
+            "target_strategy",
+        ),
+        (
+            "delegate_async",
+            json!({ "target_strategy": "steal", "target_ref": "bob", "instruction": "x" }),
+            |_| {},
+            "target_strategy",
+        ),
+        (
+            "ask_expert",
+            json!({ "expert_profile": "ada", "question": "x" }),
+            |_| {},
+            "there is no agent",
+        ),
         ("fork_join", nested, |_| {}, "tasks"),
         ("fork_join", json!({ "tasks": [] }), |_| {}, "tasks"),
-        ("fork_join", json!({ "tasks": [task("bob", "x")], "deadline_seconds": -5 }), |_| {}, "deadline_seconds"),
+        (
+            "fork_join",
+            json!({ "tasks": [task("bob", "x")], "deadline_seconds": -5 }),
+            |_| {},
+            "deadline_seconds",
+        ),
     ];
     for (n, (tool, args, change, words)) in cases.into_iter().enumerate() {
         let id = format!("r{n}");
@@ -368,7 +443,11 @@ async fn an_agent_provisions_agents_and_reads_why_it_may_not() {
         let (item, card) = fixture.result(&id).await;
         assert_eq!(item["payload"]["status"], "success", "{args}: {card}");
         let result = &card["content"]["result"];
-        assert_eq!((&result["status"], &result["error_code"]), (&json!(status), &code), "{args}: {result}");
+        assert_eq!(
+            (&result["status"], &result["error_code"]),
+            (&json!(status), &code),
+            "{args}: {result}"
+        );
     }
     fixture.api.get("/v1/agents/dee").await.is(200);
 }

@@ -74,9 +74,7 @@ async fn put_agent(server: &process::Server, agent: &str, body: Value) {
 
 async fn dispatch_fork(peer: &NatsPeer, deadline_seconds: u64) {
     request(peer, "ada", "lease", json!({ "agent_turn_id": "t1" })).await;
-    let task = |agent: &str, instruction: &str| {
-        json!({ "target_strategy": "new", "target_ref": agent, "instruction": instruction })
-    };
+    let task = |agent: &str, instruction: &str| json!({ "target_strategy": "new", "target_ref": agent, "instruction": instruction });
     let tasks = [
         task("adder", "sum up"),
         task("archivist", "fail"),
@@ -99,7 +97,8 @@ async fn define_experts(server: &process::Server) {
         put_agent(server, agent, body).await;
     }
     for agent in ["archivist", "mute", "speaker"] {
-        let profile = json!({ "instructions": format!("You are the {agent}."), "model": "scripted" });
+        let profile =
+            json!({ "instructions": format!("You are the {agent}."), "model": "scripted" });
         put_agent(server, agent, json!({ "driver": "loop", "profile": profile })).await;
     }
 }
@@ -113,9 +112,7 @@ async fn start_model() -> ScriptedModel {
                 let error = json!({ "error": { "message": "the archive is closed" } });
                 ScriptedBehavior::Refuse(400, None, error)
             }
-            text if text.contains("mute") => {
-                ScriptedBehavior::Stall(ScriptedAnswer::default(), 0)
-            }
+            text if text.contains("mute") => ScriptedBehavior::Stall(ScriptedAnswer::default(), 0),
             _ => text_reply("It is said."),
         }
     };
