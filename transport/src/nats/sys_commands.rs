@@ -7,6 +7,7 @@ use std::time::Duration;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{AckKind, Message};
 use futures::StreamExt;
+use futures::future::BoxFuture;
 use serde_json::{Map, Value};
 use toolcrib::Engine;
 use toolcrib::domain::caller::Role;
@@ -63,12 +64,7 @@ async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), 
         let request = consumer.batch().max_messages(PULL_BATCH_SIZE).expires(PULL_EXPIRY);
         let commands = request.messages().await?;
         // Commands do not wait for each other, so one slow commit holds up nothing.
-        let handled = commands.map(|command| async move {
-            match command {
-                Ok(command) => process_command(engine, &command).await,
-                Err(error) => Err(error),
-            }
-        });
+        let handled = commands.map(|command| handle_received(engine.clone(), command));
         let mut handled = std::pin::pin!(handled.buffer_unordered(MAX_CONCURRENT));
         loop {
             tokio::select! {
@@ -80,6 +76,14 @@ async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), 
             }
         }
     }
+}
+
+/// Processes a command, unless the broker reports an error in its place.
+fn handle_received(
+    engine: Engine,
+    received: Result<Message, async_nats::Error>,
+) -> BoxFuture<'static, Result<(), async_nats::Error>> {
+    Box::pin(async move { process_command(&engine, &received?).await })
 }
 
 /// Processes a command and acknowledges it. A command that could not be stored is delivered again.
