@@ -2,6 +2,7 @@
 
 pub(crate) mod active;
 pub mod agent_loop;
+pub(crate) mod agents;
 pub(crate) mod caller_executed;
 pub mod context;
 pub(crate) mod conversations;
@@ -16,6 +17,7 @@ pub(crate) mod subscribers;
 use std::sync::Arc;
 
 use active::ActiveRuns;
+use agents::budget::RunTrees;
 
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
@@ -23,8 +25,10 @@ use crate::ports::core::Core;
 use crate::ports::model::ModelResolver;
 pub use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::registry::Registry;
+use crate::utp::Utp;
 
 pub use active::StartedRun;
+pub use agents::{RunTree, RunTreeNode, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
 pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
 pub use manage::{RunPage, RunQuery, RunRequest};
@@ -44,6 +48,8 @@ pub struct Runs {
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
     pub(crate) active_runs: ActiveRuns,
+    pub(crate) run_trees: RunTrees,
+    pub(crate) utp: Arc<Utp>,
     pub(crate) conversations: Conversations,
 }
 

@@ -14,7 +14,7 @@ use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
 use crate::clients::queue::ClientQueue;
-use crate::delegation::{Delegation, DelegationHandle, DelegationSource};
+use crate::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
 use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
@@ -33,6 +33,7 @@ use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
 use crate::registry::{Admin, OperatorCredential, Registry};
+use crate::runs::agents::AgentSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
@@ -229,8 +230,14 @@ impl EngineBuilder {
         let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
         let tools = self.tools.into_iter().chain(result_read).collect();
         let delegation_handle = DelegationHandle::default();
-        let delegating = Arc::new(DelegationSource::new(delegation_handle.clone()));
-        let sources = collect_sources(tools, &client_queue, delegating, self.sources)?;
+        let agents = Arc::new(AgentSource::default());
+        let own_sources: [Arc<dyn Source>; 4] = [
+            client_queue.clone(),
+            Arc::new(CallerSource),
+            agents.clone(),
+            Arc::new(DelegationSource::new(delegation_handle.clone())),
+        ];
+        let sources = collect_sources(tools, own_sources, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
         let id_generator = IdGenerator::default();
         let core = Arc::new(Core {
@@ -287,6 +294,8 @@ impl EngineBuilder {
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
             active_runs: Default::default(),
+            run_trees: Default::default(),
+            utp: utp.clone(),
             conversations: Conversations::new(&core, &registry, &calls),
         });
         let delegation = Arc::new(Delegation {
@@ -303,6 +312,8 @@ impl EngineBuilder {
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
         let _ = delegation_handle.set(Arc::downgrade(&delegation));
+        agents.set_runs(&runs);
+        agents.set_workers(Arc::new(WorkerSource::new(&utp)));
         registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
         Ok(Engine {
@@ -338,15 +349,13 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
 /// the engine's.
 fn collect_sources(
     tools: Vec<Arc<dyn Tool>>,
-    client_queue: &Arc<ClientQueue>,
-    delegating: Arc<DelegationSource>,
+    own: [Arc<dyn Source>; 4],
     provided: Vec<Arc<dyn Source>>,
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let builtin: [Arc<dyn Source>; 4] =
-        [functions, client_queue.clone(), Arc::new(CallerSource), delegating];
-    Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
+    let builtin = std::iter::once(functions).chain(own);
+    Ok(builtin.chain(provided).map(|source| (source.executor(), source)).collect())
 }
 
 /// Compiles the tools that the sources offer to every project.

@@ -126,6 +126,9 @@ pub struct RunProgress {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(rename = "closing")]
     pub stop_reason: Option<StopReason>,
+    /// The budget, shared with the agents of the tree, that is used up.
+    #[serde(skip)]
+    pub exhausted_budget: Option<StopReason>,
 }
 
 impl RunProgress {
