@@ -13,13 +13,13 @@ use std::sync::atomic::Ordering;
 use crate::approvals::Approvals;
 use crate::calls::Calls;
 use crate::clients::Clients;
-use crate::delegation::Delegation;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, EngineLimits, from_store_error};
 use crate::ports::source::SourceHealth;
 use crate::registry::{Admin, Registry};
 use crate::runs::Runs;
 use crate::utp::Utp;
+use crate::utp::delegation::Delegation;
 use crate::webhooks::Webhooks;
 
 pub use builder::EngineBuilder;

@@ -37,7 +37,6 @@
 pub mod approvals;
 pub mod calls;
 pub mod clients;
-pub(crate) mod delegation;
 pub mod domain;
 pub mod engine;
 pub mod lifecycle;

@@ -3,6 +3,7 @@
 pub(crate) mod boxes;
 pub(crate) mod cards;
 pub(crate) mod commands;
+pub(crate) mod delegation;
 pub(crate) mod inbox;
 pub(crate) mod reports;
 pub(crate) mod shared_tables;

@@ -102,10 +102,7 @@ impl Dispatcher {
         let key_for = |tool: &str| {
             Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
         };
-        if matches!(
-            call.target.executor,
-            Executor::CALLER | Executor::AGENT | Executor::INTERNAL
-        ) {
+        if matches!(call.target.executor, Executor::CALLER | Executor::AGENT | Executor::INTERNAL) {
             return (
                 SlotScope { queue: key_for("(caller)"), members: None, is_shared: false },
                 ConcurrencyCaps::default(),

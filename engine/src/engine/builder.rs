@@ -14,7 +14,6 @@ use crate::calls::target::ClientWorkLimiter;
 use crate::calls::{Calls, Dispatcher};
 use crate::clients::Clients;
 use crate::clients::queue::ClientQueue;
-use crate::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
 use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
@@ -37,6 +36,7 @@ use crate::runs::agents::AgentSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
+use crate::utp::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
 
@@ -222,39 +222,17 @@ impl EngineBuilder {
 
     /// Builds an engine without background work: for commands that only read or change the
     /// directory, and for tests that run the reconcilers by hand.
-    pub async fn build_idle(self) -> Result<Engine, Error> {
-        let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let client_queue = Arc::new(ClientQueue::new(clock.clone()));
+    pub async fn build_idle(mut self) -> Result<Engine, Error> {
+        let core = self.build_core();
+        let client_queue = Arc::new(ClientQueue::new(core.clock.clone()));
         let runs_handle = RunsHandle::default();
         let result_read = || read_result::result_read_tool(runs_handle.clone());
         let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
         let tools = self.tools.into_iter().chain(result_read).collect();
-        let delegation_handle = DelegationHandle::default();
-        let agents = Arc::new(AgentSource::default());
-        let own_sources: [Arc<dyn Source>; 4] = [
-            client_queue.clone(),
-            Arc::new(CallerSource),
-            agents.clone(),
-            Arc::new(DelegationSource::new(delegation_handle.clone())),
-        ];
-        let sources = collect_sources(tools, own_sources, self.sources)?;
+        let agent_sources = AgentSources::default();
+        let sources = collect_sources(tools, &client_queue, &agent_sources, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
-        let id_generator = IdGenerator::default();
-        let core = Arc::new(Core {
-            store: self.store.unwrap_or_else(|| Arc::new(MemoryStore::default())),
-            bus: self.bus.unwrap_or_else(|| Arc::new(LocalBus::default())),
-            observer: self.observer,
-            webhook_sender: self.webhook_sender.clone(),
-            node: id_generator.next_id("node_", clock.now_ms()),
-            clock,
-            id_generator,
-            limits: self.limits,
-            policies: self.policies,
-            approval_settings: self.approval_settings,
-            draining: AtomicBool::new(false),
-            shutdown: CancellationToken::new(),
-            tasks: TaskTracker::new(),
-        });
+        let core = Arc::new(core);
         let (authenticator, tool_names) = (self.authenticator, self.tool_names_in_metrics);
         let registry = Arc::new(Registry::new(
             core.clone(),
@@ -298,25 +276,10 @@ impl EngineBuilder {
             utp: utp.clone(),
             conversations: Conversations::new(&core, &registry, &calls),
         });
-        let delegation = Arc::new(Delegation {
-            core: core.clone(),
-            registry: registry.clone(),
-            dispatcher: dispatcher.clone(),
-            calls: calls.clone(),
-            utp: utp.clone(),
-        });
-        client_queue
-            .set_limiter(Arc::new(ClientWorkLimiter { dispatcher: Arc::downgrade(&dispatcher) }));
-        registry.set_listeners(vec![client_queue, dispatcher.clone()]);
-        dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
+        let delegation = agent_sources.connect(&runs);
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
-        let _ = delegation_handle.set(Arc::downgrade(&delegation));
-        agents.set_runs(&runs);
-        agents.set_workers(Arc::new(WorkerSource::new(&utp)));
-        registry.reload_catalog().await?;
-        dispatcher.apply_limit_changes();
-        Ok(Engine {
+        let engine = Engine {
             core,
             registry,
             admin,
@@ -327,7 +290,63 @@ impl EngineBuilder {
             webhooks,
             runs,
             delegation,
-        })
+        };
+        connect_listeners(&engine, client_queue);
+        engine.registry.reload_catalog().await?;
+        dispatcher.apply_limit_changes();
+        Ok(engine)
+    }
+}
+
+impl EngineBuilder {
+    /// Builds the state that the parts share.
+    fn build_core(&mut self) -> Core {
+        let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::default()));
+        let id_generator = IdGenerator::default();
+        Core {
+            store: self.store.take().unwrap_or_else(|| Arc::new(MemoryStore::default())),
+            bus: self.bus.take().unwrap_or_else(|| Arc::new(LocalBus::default())),
+            observer: self.observer.take(),
+            webhook_sender: self.webhook_sender.clone(),
+            node: id_generator.next_id("node_", clock.now_ms()),
+            clock,
+            id_generator,
+            limits: std::mem::take(&mut self.limits),
+            policies: std::mem::take(&mut self.policies),
+            approval_settings: std::mem::take(&mut self.approval_settings),
+            draining: AtomicBool::new(false),
+            shutdown: CancellationToken::new(),
+            tasks: TaskTracker::new(),
+        }
+    }
+}
+
+/// Registers the parts that follow changes of others.
+fn connect_listeners(engine: &Engine, client_queue: Arc<ClientQueue>) {
+    let dispatcher = &engine.calls.dispatcher;
+    let limiter = ClientWorkLimiter { dispatcher: Arc::downgrade(dispatcher) };
+    client_queue.set_limiter(Arc::new(limiter));
+    engine.registry.set_listeners(vec![client_queue, dispatcher.clone()]);
+    dispatcher.set_ended_listeners(vec![engine.utp.clone(), engine.webhooks.clone()]);
+}
+
+/// The sources of agents and of the tools that hand work to them. They act through parts that are
+/// built after the sources.
+#[derive(Default)]
+struct AgentSources {
+    agents: Arc<AgentSource>,
+    delegation: DelegationHandle,
+}
+
+impl AgentSources {
+    /// Connects the sources with the parts that they act through.
+    fn connect(self, runs: &Arc<Runs>) -> Arc<Delegation> {
+        self.agents.set_runs(runs);
+        self.agents.set_workers(Arc::new(WorkerSource::new(&runs.utp)));
+        let delegation = Arc::new(Delegation::new(&runs.utp));
+        // The handle was created with this value, so this is its only `set`.
+        let _ = self.delegation.set(Arc::downgrade(&delegation));
+        delegation
     }
 }
 
@@ -349,13 +368,20 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
 /// the engine's.
 fn collect_sources(
     tools: Vec<Arc<dyn Tool>>,
-    own: [Arc<dyn Source>; 4],
+    client_queue: &Arc<ClientQueue>,
+    agent_sources: &AgentSources,
     provided: Vec<Arc<dyn Source>>,
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let builtin = std::iter::once(functions).chain(own);
-    Ok(builtin.chain(provided).map(|source| (source.executor(), source)).collect())
+    let builtin: [Arc<dyn Source>; 5] = [
+        functions,
+        client_queue.clone(),
+        Arc::new(CallerSource),
+        agent_sources.agents.clone(),
+        Arc::new(DelegationSource::new(agent_sources.delegation.clone())),
+    ];
+    Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }
 
 /// Compiles the tools that the sources offer to every project.

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::delegation::Delegation;
+use crate::utp::delegation::Delegation;
 
 const PASS_INTERVAL: Duration = Duration::from_secs(5);
 

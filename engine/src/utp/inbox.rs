@@ -124,8 +124,8 @@ impl Utp {
 
 impl Utp {
     /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn,
-    /// and for a tool service's and detached calls of an agent that is on the roster. The outcome of
-    /// a call that another call joins goes to that call.
+    /// and for a tool service's and detached calls of an agent that is on the roster. The outcome
+    /// of a call that another call joins goes to that call.
     pub(crate) fn uses_inbox(&self, call: &Call) -> bool {
         let is_on_roster =
             |agent: &str| self.registry.find_agent_entry(&call.project, agent).is_some();

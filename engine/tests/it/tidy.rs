@@ -203,7 +203,7 @@ fn dependencies_point_down() {
 }
 
 /// The layers of the engine. A module uses only those before it.
-const LAYERS: [&str; 16] = [
+const LAYERS: [&str; 15] = [
     "domain",
     "schema",
     "lifecycle",
@@ -216,7 +216,6 @@ const LAYERS: [&str; 16] = [
     "approvals",
     "utp",
     "webhooks",
-    "delegation",
     "runs",
     "maintenance",
     "engine",

@@ -140,8 +140,8 @@ pub trait UtpStore: Send + Sync {
         tool_call_id: &str,
     ) -> Result<Option<StepCall>, StoreError>;
 
-    /// Stores a call that an agent made by a command, in a turn that it keeps elsewhere. A call that
-    /// is stored already stays as it is.
+    /// Stores a call that an agent made by a command, in a turn that it keeps elsewhere. A call
+    /// that is stored already stays as it is.
     async fn add_step_call(&self, step_call: StepCall) -> Result<(), StoreError>;
 
     /// Returns calls of turns whose outcome is in no inbox yet, oldest first, after this one.

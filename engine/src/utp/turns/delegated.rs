@@ -308,8 +308,8 @@ impl Utp {
         Err(conflict(turn, message))
     }
 
-    /// Stops the turn of a call that has ended. Failure is ignored: the next lease of the turn finds
-    /// that its call has ended.
+    /// Stops the turn of a call that has ended. Failure is ignored: the next lease of the turn
+    /// finds that its call has ended.
     pub(crate) async fn stop_delegated_turn(&self, project: &str, id: &CallId, attempt: u32) {
         let turn_id = turn_id_of(id, attempt);
         let turn = match self.find_turn(project, &turn_id).await {
@@ -344,9 +344,9 @@ impl Utp {
         }
     }
 
-    /// Reports the end of a delegated turn to its call. Does nothing if the turn goes on or the call
-    /// has ended. If the process stops before the report is committed, the next process delivers the
-    /// call again and finds the turn ended.
+    /// Reports the end of a delegated turn to its call. Does nothing if the turn goes on or the
+    /// call has ended. If the process stops before the report is committed, the next process
+    /// delivers the call again and finds the turn ended.
     pub(super) async fn report_delegation(&self, turn: &Turn) {
         let Some(status) = turn.delegation.as_ref().and_then(|delegation| delegation.status) else {
             return;
@@ -406,7 +406,8 @@ impl Utp {
         })
     }
 
-    /// Returns the value of the turn's deliverable. A turn without one has its reason as its result.
+    /// Returns the value of the turn's deliverable. A turn without one has its reason as its
+    /// result.
     async fn deliverable_of(&self, turn: &Turn) -> Result<Result<Value, Fault>, Error> {
         let Some(card_id) = &turn.deliverable_card_id else {
             return Ok(Ok(json!({ "deliverable": null, "reason": turn.reason })));

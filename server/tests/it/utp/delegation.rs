@@ -77,6 +77,15 @@ impl Fixture {
         (item, card)
     }
 
+    /// Waits for the refusal of a call, whose message has these words.
+    async fn expect_refusal(&self, tool_call_id: &str, words: &str) {
+        let (item, card) = self.result(tool_call_id).await;
+        assert_eq!(item["payload"]["status"], "failed", "{words}: {item}");
+        let message = card["content"]["error"]["message"].as_str().unwrap();
+        assert!(message.contains(words), "{words}: {message}");
+        self.rpc("ada", "ack", json!({ "inbox_ids": [item["inbox_id"]] })).await;
+    }
+
     async fn command(&self, tool: &str, id: &str, args: Value) -> Value {
         send_command(&self.peer, tool, id, args, |_| {}).await
     }
@@ -291,113 +300,46 @@ async fn an_expert_answers_a_question() {
     assert_eq!(card["content"]["result"]["status"], "accepted", "{card}");
 }
 
+/// Removes a field of a command, or sets it.
+fn change_field(payload: &mut Value, (field, value): (&str, Value)) {
+    match value {
+        Value::Null => drop(payload.as_object_mut().unwrap().remove(field)),
+        value => payload[field] = value,
+    }
+}
+
 #[tokio::test]
-async fn a_command_that_is_refused_is_answered_with_the_reason() {
+async fn a_command_with_a_wrong_field_is_answered_with_the_reason() {
     let Some(fixture) = Fixture::new(&["bob"]).await else { return };
-    let peer = &fixture.peer;
-    let long = "x".repeat(300);
-    let nested = json!({ "tasks": vec![task("bob", "x"); 10_000] });
-    let cases: [(&str, Value, fn(&mut Value), &str); 16] = [
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| drop(p.as_object_mut().unwrap().remove("step_id")),
-            "missing required field: step_id",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| p["tool_call_card_id"] = json!(""),
-            "missing required field: tool_call_card_id",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| drop(p.as_object_mut().unwrap().remove("after_execution")),
-            "missing required field: after_execution",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| p["after_execution"] = json!("explode"),
-            "invalid_after_execution",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| p["after_execution"] = json!("terminate"),
-            "after_execution_mismatch",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| p["args"] = json!({}),
-            "payload.args is forbidden",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| p["tool_name"] = json!("fork_join"),
-            "tool_name mismatch",
-        ),
-        (
-            "delegate_async",
-            task("bob", "x"),
-            |p| p["tool_call_card_id"] = json!("nowhere"),
-            "there is no card",
-        ),
-        ("delegate_async", task("nobody", "x"), |_| {}, "the agents are: bob"),
-        ("delegate_async", task(&long, "x"), |_| {}, "there is no agent"),
-        (
-            "delegate_async",
-            json!({ "target_ref": "bob", "instruction": "x" }),
-            |_| {},
-            "target_strategy",
-        ),
-        (
-            "delegate_async",
-            json!({ "target_strategy": "steal", "target_ref": "bob", "instruction": "x" }),
-            |_| {},
-            "target_strategy",
-        ),
-        (
-            "ask_expert",
-            json!({ "expert_profile": "ada", "question": "x" }),
-            |_| {},
-            "there is no agent",
-        ),
-        ("fork_join", nested, |_| {}, "tasks"),
-        ("fork_join", json!({ "tasks": [] }), |_| {}, "tasks"),
-        (
-            "fork_join",
-            json!({ "tasks": [task("bob", "x")], "deadline_seconds": -5 }),
-            |_| {},
-            "deadline_seconds",
-        ),
+    let cases = [
+        (("step_id", Value::Null), "missing required field: step_id"),
+        (("tool_call_card_id", json!("")), "missing required field: tool_call_card_id"),
+        (("after_execution", Value::Null), "missing required field: after_execution"),
+        (("after_execution", json!("explode")), "invalid_after_execution"),
+        (("after_execution", json!("terminate")), "after_execution_mismatch"),
+        (("args", json!({})), "payload.args is forbidden"),
+        (("result", json!({})), "payload.result is forbidden"),
+        (("tool_name", json!("fork_join")), "tool_name mismatch"),
+        (("tool_call_card_id", json!("nowhere")), "there is no card"),
+        (("step_id", json!("s2")), "step_id mismatch"),
     ];
-    for (n, (tool, args, change, words)) in cases.into_iter().enumerate() {
+    for (n, (field, words)) in cases.into_iter().enumerate() {
         let id = format!("r{n}");
-        send_command(peer, tool, &id, args, change).await;
-        let (item, card) = fixture.result(&id).await;
-        assert_eq!(item["payload"]["status"], "failed", "{tool} {words}: {item}");
-        let message = card["content"]["error"]["message"].as_str().unwrap();
-        assert!(message.contains(words), "{words}: {message}");
-        let ids = json!({ "inbox_ids": [item["inbox_id"]] });
-        fixture.rpc("ada", "ack", ids).await;
+        let change = |payload: &mut Value| change_field(payload, field);
+        send_command(&fixture.peer, "delegate_async", &id, task("bob", "x"), change).await;
+        fixture.expect_refusal(&id, words).await;
     }
     let none = fixture.rpc("bob", "inbox", json!({})).await;
     assert_eq!(none["items"], json!([]), "nothing was handed over");
     // A turn that does not wait for the command cannot be answered.
-    for (n, (field, value, reason)) in [
-        ("turn_epoch", json!(7), "wrong_epoch"),
-        ("agent_id", json!("bob"), "wrong_agent"),
-        ("turn_epoch", json!("soon"), "malformed"),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let id = format!("d{n}");
-        send_command(peer, "fork_join", &id, json!({}), |p| p[field] = value).await;
+    let cases = [
+        (("turn_epoch", json!(7)), "wrong_epoch"),
+        (("agent_id", json!("bob")), "wrong_agent"),
+        (("turn_epoch", json!("soon")), "malformed"),
+    ];
+    for (n, (field, reason)) in cases.into_iter().enumerate() {
+        let change = |payload: &mut Value| change_field(payload, field);
+        send_command(&fixture.peer, "fork_join", &format!("d{n}"), json!({}), change).await;
         until(&format!("a dead letter: {reason}"), || async {
             let listed = fixture.api.get("/v1/dead_letters?limit=200").await.is(200);
             let all = listed["dead_letters"].as_array().unwrap();
@@ -405,6 +347,37 @@ async fn a_command_that_is_refused_is_answered_with_the_reason() {
         })
         .await;
     }
+}
+
+#[tokio::test]
+async fn a_command_with_wrong_arguments_is_answered_with_the_reason() {
+    let Some(fixture) = Fixture::new(&["bob"]).await else { return };
+    let fork = |tasks: Value, more: Value| json!({ "tasks": tasks, "deadline_seconds": more });
+    let many = vec![task("bob", "x"); 10_000];
+    let mut reused = task("bob", "x");
+    reused["target_strategy"] = json!("reuse");
+    let mut stolen = task("bob", "x");
+    stolen["target_strategy"] = json!("steal");
+    let cases = [
+        ("delegate_async", task("nobody", "x"), "the agents are: bob"),
+        ("delegate_async", task(&"x".repeat(300), "x"), "there is no agent"),
+        ("delegate_async", json!({ "target_ref": "bob", "instruction": "x" }), "target_strategy"),
+        ("delegate_async", stolen, "target_strategy"),
+        ("delegate_async", task("bob", &"x".repeat(5 << 20)), "limit"),
+        ("ask_expert", json!({ "expert_profile": "ada", "question": "x" }), "there is no agent"),
+        ("fork_join", fork(json!(many), json!(9)), "tasks"),
+        ("fork_join", fork(json!([]), json!(9)), "tasks"),
+        ("fork_join", fork(json!([task("bob", "x"), task("no", "x")]), json!(9)), "no agent"),
+        ("fork_join", fork(json!([reused, reused]), json!(9)), "a second time"),
+        ("fork_join", fork(json!([task("bob", "x")]), json!(-5)), "deadline_seconds"),
+    ];
+    for (n, (tool, args, words)) in cases.into_iter().enumerate() {
+        let id = format!("r{n}");
+        fixture.command(tool, &id, args).await;
+        fixture.expect_refusal(&id, words).await;
+    }
+    let none = fixture.rpc("bob", "inbox", json!({})).await;
+    assert_eq!(none["items"], json!([]), "nothing was handed over");
 }
 
 #[tokio::test]

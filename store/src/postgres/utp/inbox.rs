@@ -85,8 +85,8 @@ pub(super) async fn put_inbox_item(
     if let Some(row) = session.query_first(sql, params).await? {
         return Ok(InboxPutResult::Duplicate(row.text(0)?));
     }
-    // A stop and a turn concern a turn, every other item a call. When another turn has used the same call id,
-    // a longer correlation id distinguishes this item.
+    // A stop and a turn concern a turn, every other item a call. When another turn has used the
+    // same call id, a longer correlation id distinguishes this item.
     let correlation = match item.message_type.as_str() {
         "stop" | "turn" => item.turn_id.clone(),
         _ => item.tool_call_id.clone(),

@@ -51,27 +51,38 @@ pub(crate) struct Delegation {
 
 /// A task for one agent.
 #[derive(Debug, Clone)]
-struct AgentTask {
+struct DelegatedTask {
     /// Position among the tasks of its call.
     index: usize,
     agent_id: String,
     instruction: String,
     context: Option<Value>,
     context_box_id: Option<String>,
-    /// Time at which its call ends, in Unix milliseconds; `None` for the agent's own.
-    deadline_ms: Option<u64>,
+    /// Time limit of its call in milliseconds; `None` for the agent's own. Always the same for a
+    /// task, because a call that is made again must be the same request.
+    timeout_ms: Option<u64>,
     /// True if the caller continues without the outcome.
     is_detached: bool,
 }
 
 impl Delegation {
+    pub(crate) fn new(utp: &Arc<Utp>) -> Self {
+        Self {
+            core: utp.core.clone(),
+            registry: utp.registry.clone(),
+            dispatcher: utp.dispatcher.clone(),
+            calls: utp.calls.clone(),
+            utp: utp.clone(),
+        }
+    }
+
     /// Returns the task for an agent. Refuses an agent that the caller cannot hand work to.
     async fn resolve_task(
         &self,
         call: &Call,
         index: usize,
         args: DelegateArgs,
-    ) -> Result<AgentTask, Fault> {
+    ) -> Result<DelegatedTask, Fault> {
         let caller = call.caller();
         let agent_id = args.target_ref.trim().to_owned();
         self.require_callable(&caller, &agent_id)?;
@@ -81,13 +92,13 @@ impl Delegation {
                 self.load_exchanges(&caller, call, &agent_id).await?
             }
         };
-        Ok(AgentTask {
+        Ok(DelegatedTask {
             index,
             agent_id,
             instruction: args.instruction,
             context,
             context_box_id: args.context_box_id,
-            deadline_ms: None,
+            timeout_ms: None,
             is_detached: false,
         })
     }
@@ -131,6 +142,7 @@ impl Delegation {
             run_id: Some(call.run_id.clone()),
             tool_name: Some(agent_tool_name(agent_id)),
             status: Some(Status::Succeeded),
+            before: Some(call.id.clone()),
             limit: MAX_EXCHANGES,
             ..CallQuery::default()
         };
@@ -139,6 +151,8 @@ impl Delegation {
             .calls
             .iter()
             .rev()
+            // The same when the call is delivered again.
+            .filter(|earlier| earlier.completed_ms.is_some_and(|at_ms| at_ms <= call.created_ms))
             .map(|earlier| {
                 let outcome = earlier.outcome.as_ref();
                 let data = outcome.and_then(|outcome| outcome.data.as_ref());
@@ -153,7 +167,7 @@ impl Delegation {
     }
 
     /// Makes the call of an agent for a task. The same task again returns the same call.
-    async fn invoke_agent(&self, call: &Call, task: &AgentTask) -> Result<Ticket, Error> {
+    async fn invoke_agent(&self, call: &Call, task: &DelegatedTask) -> Result<Ticket, Error> {
         let route = Route::for_call(call);
         if route.depth + 1 >= MAX_DEPTH {
             return Err(depth_fault().into());
@@ -176,8 +190,7 @@ impl Delegation {
         request.user_id = call.origin.user_id.clone();
         request.idempotency_key = Some(format!("internal:{}:{index}", call.id));
         request.traceparent = Some(trace::child_traceparent(&parent, call.id.as_str()));
-        let now_ms = self.core.clock.wall_ms();
-        request.timeout_ms = task.deadline_ms.map(|at_ms| at_ms.saturating_sub(now_ms).max(1));
+        request.timeout_ms = task.timeout_ms;
         request.route = Some(Box::new(Route {
             tool_call_id: format!("{}-{index}", route.tool_call_id),
             context_box_id: task.context_box_id.clone().or(route.context_box_id.clone()),

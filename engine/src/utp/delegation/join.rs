@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use tokio_util::sync::CancellationToken;
 
 use super::definitions::{ForkJoinArgs, JoinMode, TargetStrategy};
-use super::{AgentTask, Delegation, into_fault};
+use super::{DelegatedTask, Delegation, into_fault};
 use crate::calls::{Ticket, Until};
 use crate::domain::call::{Call, Status};
 use crate::domain::fault::{Code, Error, Fault};
@@ -32,7 +32,7 @@ const CAPACITY_RETRY_MS: u64 = 200;
 
 /// The tasks of a join and the condition that ends it.
 pub(super) struct Join {
-    pub(super) tasks: Vec<AgentTask>,
+    pub(super) tasks: Vec<DelegatedTask>,
     pub(super) mode: JoinMode,
     pub(super) is_fail_fast: bool,
     /// In Unix milliseconds.
@@ -67,7 +67,7 @@ impl Delegation {
             );
             return Err(Fault::new(Code::ValidationError, message).without_side_effect());
         }
-        let mut tasks: Vec<AgentTask> = Vec::with_capacity(count);
+        let mut tasks: Vec<DelegatedTask> = Vec::with_capacity(count);
         let mut reused: Vec<String> = Vec::new();
         for (index, task) in args.tasks.into_iter().enumerate() {
             if task.target_strategy == TargetStrategy::Reuse {
@@ -99,11 +99,15 @@ impl Delegation {
         mut join: Join,
         canceled: CancellationToken,
     ) {
-        join.deadline_ms = join.deadline_ms.min(call.deadline_ms.saturating_sub(CALL_MARGIN_MS));
+        // Not before the call was created, should the clock have been set back.
+        let latest_ms = call.deadline_ms.saturating_sub(CALL_MARGIN_MS).max(call.created_ms);
+        join.deadline_ms = join.deadline_ms.min(latest_ms);
         for task in &mut join.tasks {
-            task.deadline_ms = Some(join.deadline_ms + TASK_GRACE_MS);
+            task.timeout_ms = Some(join.deadline_ms - call.created_ms + TASK_GRACE_MS);
         }
-        let starting = join.tasks.iter().map(|task| self.start_task(&call, task, &canceled));
+        let deadline_ms = join.deadline_ms;
+        let starting =
+            join.tasks.iter().map(|task| self.start_task(&call, task, deadline_ms, &canceled));
         let mut states = join_all(starting).await;
         let Some(end) = self.wait_for_tasks(&call, &join, &mut states, &canceled).await else {
             if canceled.is_cancelled() {
@@ -124,11 +128,13 @@ impl Delegation {
         self.dispatcher.advance_with_retry(&call.project, &call.id, event).await;
     }
 
-    /// Makes the call of a task. Waits if the server has no capacity for it.
+    /// Makes the call of a task. Waits if the server has no capacity for it, also because it is
+    /// shutting down: then the next process makes the call.
     async fn start_task(
         &self,
         call: &Call,
-        task: &AgentTask,
+        task: &DelegatedTask,
+        deadline_ms: u64,
         canceled: &CancellationToken,
     ) -> TaskState {
         loop {
@@ -137,8 +143,8 @@ impl Delegation {
                 Err(error) => error,
             };
             let is_full = matches!(error.code(), Code::Overloaded | Code::RateLimited);
-            let is_late = task.deadline_ms.is_some_and(|at_ms| at_ms <= self.core.wall_ms());
-            if !is_full || is_late || self.core.is_draining() {
+            let is_late = deadline_ms <= self.core.wall_ms();
+            if !is_full || is_late {
                 return TaskState::Refused(into_fault(error));
             }
             let until_ms = self.core.clock.now_ms() + CAPACITY_RETRY_MS;
@@ -313,7 +319,7 @@ fn question_event(call: &Call, join: &Join, states: &[TaskState]) -> Event {
 }
 
 /// Describes a task and its outcome. A result over the budget is left at its call.
-fn describe_task(task: &AgentTask, state: &TaskState, end: JoinEnd, budget: usize) -> Value {
+fn describe_task(task: &DelegatedTask, state: &TaskState, end: JoinEnd, budget: usize) -> Value {
     let mut item = Map::new();
     item.insert("task_index".into(), task.index.into());
     let status = match (state, end) {

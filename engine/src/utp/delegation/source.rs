@@ -121,7 +121,15 @@ impl Source for DelegationSource {
         let work = match attempt.tool.as_str() {
             "fork_join" => parse_args(&attempt.args).map(JoinWork::Fork),
             "ask_expert" => parse_args(&attempt.args).map(JoinWork::Question),
-            _ => return StartResult::Finished(delegation.execute(&call, &attempt).await),
+            _ => {
+                let result = delegation.execute(&call, &attempt).await;
+                let is_interrupted = result.is_err() && delegation.core.is_draining();
+                // The next process delivers the call again.
+                return match is_interrupted {
+                    true => StartResult::Accepted,
+                    false => StartResult::Finished(result),
+                };
+            }
         };
         match work {
             Ok(work) => {
