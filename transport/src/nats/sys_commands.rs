@@ -8,6 +8,7 @@ use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pu
 use async_nats::jetstream::{AckKind, Message};
 use futures::StreamExt;
 use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
 use serde_json::{Map, Value};
 use toolcrib::Engine;
 use toolcrib::domain::caller::Role;
@@ -20,15 +21,14 @@ use toolcrib::utp::{CommandReceipt, InternalCommand, UnprocessableMessage};
 use toolcrib_protocol::utp::NatsConnection;
 use toolcrib_protocol::utp::wire::{self, UtpHeaders};
 
-/// Maximum number of commands that one request to the broker returns.
+/// Maximum number of commands that one request to the broker returns, and that are processed
+/// concurrently.
 const PULL_BATCH_SIZE: usize = 64;
 /// Time the broker holds a request for commands.
 const PULL_EXPIRY: Duration = Duration::from_secs(5);
 /// Delay before a failed consumer is opened again, and before a command that could not be stored is
 /// redelivered.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Maximum number of commands that are processed concurrently.
-const MAX_CONCURRENT: usize = 64;
 
 /// Consumes commands for as long as the future is polled.
 pub(super) async fn run_consumer(engine: Engine, nats: NatsConnection) {
@@ -62,16 +62,17 @@ async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), 
     let consumer: PullConsumer = stream.get_or_create_consumer(&name, config).await?;
     loop {
         let request = consumer.batch().max_messages(PULL_BATCH_SIZE).expires(PULL_EXPIRY);
-        let commands = request.messages().await?;
+        let mut commands = request.messages().await?;
         // Commands do not wait for each other, so one slow commit holds up nothing.
-        let handled = commands.map(|command| handle_received(engine.clone(), command));
-        let mut handled = std::pin::pin!(handled.buffer_unordered(MAX_CONCURRENT));
-        loop {
+        let mut running = FuturesUnordered::new();
+        let mut is_received = false;
+        while !is_received || !running.is_empty() {
             tokio::select! {
-                next = handled.next() => match next {
-                    Some(handled) => handled?,
-                    None => break,
+                command = commands.next(), if !is_received => match command {
+                    Some(command) => running.push(process_received(engine.clone(), command)),
+                    None => is_received = true,
                 },
+                Some(processed) = running.next() => processed?,
                 () = &mut reconnected => return Ok(()),
             }
         }
@@ -79,7 +80,7 @@ async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), 
 }
 
 /// Processes a command, unless the broker reports an error in its place.
-fn handle_received(
+fn process_received(
     engine: Engine,
     received: Result<Message, async_nats::Error>,
 ) -> BoxFuture<'static, Result<(), async_nats::Error>> {
