@@ -86,8 +86,8 @@ impl ToolStatus {
     pub fn from_call(call: &Call) -> Option<Self> {
         let partial = call.outcome.as_ref().is_some_and(|outcome| outcome.partial);
         let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
-        let canceled_by_tool = call.target.executor == Executor::UTP
-            && error.is_some_and(|fault| fault.code == Code::Canceled);
+        let is_remote = matches!(call.target.executor, Executor::UTP | Executor::AGENT);
+        let canceled_by_tool = is_remote && error.is_some_and(|fault| fault.code == Code::Canceled);
         match call.status {
             Status::Succeeded if partial => Some(Self::Partial),
             Status::Succeeded => Some(Self::Success),

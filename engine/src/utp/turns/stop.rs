@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::delegated::set_status;
+use super::delegated::{set_status, turn_item_id};
 use super::{MAX_CONFLICT_RETRIES, bump_version, conflict, too_many_conflicts};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
@@ -32,6 +32,8 @@ impl Utp {
             if turn.status.is_terminal() {
                 return Err(conflict(&turn, "the turn has ended already".into()));
             }
+            // No worker has to begin a turn that is stopped.
+            let acknowledged_inbox_ids = turn_item_id(&turn);
             let mut turn = bump_version(turn);
             turn.epoch += 1;
             turn.status = TurnStatus::Stopped;
@@ -39,8 +41,12 @@ impl Utp {
             set_status(&mut turn, ToolStatus::Canceled);
             let item = self.build_stop_item(&turn);
             let messages = self.build_wakeup(&item, &turn.channel).into_iter().collect();
-            let change =
-                TurnChange { inbox: vec![item], outbox: messages, ..TurnChange::default() };
+            let change = TurnChange {
+                acknowledged_inbox_ids,
+                inbox: vec![item],
+                outbox: messages,
+                ..TurnChange::default()
+            };
             let (error_code, error) = (Some("stopped"), reason.clone());
             let (status, tool_result_card_id) = ("failed".to_owned(), None);
             let task = Some(TurnCompletion { status, tool_result_card_id, error_code, error });
