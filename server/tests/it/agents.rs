@@ -1,7 +1,7 @@
 //! Agents over HTTP, MCP, batches and the command line, with a scripted model behind its wire
 //! format.
 
-mod crash;
+pub mod crash;
 
 use serde_json::{Value, json};
 use toolcrib_bench::model::{
