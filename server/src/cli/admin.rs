@@ -1,5 +1,5 @@
-//! `keys`, `tokens`, `allow`, `deny`, `rules`, `limits`, `switch`, `agents`, `audit`: manage access,
-//! permissions and agents.
+//! `keys`, `tokens`, `allow`, `deny`, `rules`, `limits`, `switch`, `agents`, `audit`: manage
+//! access, permissions and agents.
 //!
 //! Without `--server` the commands work on the data directory, beside a running server or before
 //! its first start; write access to it makes the user the operator. With `--server` they need an

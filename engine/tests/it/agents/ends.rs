@@ -49,11 +49,8 @@ async fn a_cancel_reaches_the_whole_tree() {
 async fn a_canceled_call_stops_the_run_of_its_agent() {
     let store = Arc::default();
     let engine = engine_with(&store, vec![agent("b")], stuck_tree).await;
-    let request = CallRequest {
-        tool: "agent.b".into(),
-        args: Json::from_value(&json!({ "instruction": "x" })),
-        ..CallRequest::default()
-    };
+    let args = Json::from_value(&json!({ "instruction": "x" }));
+    let request = CallRequest::of("agent.b", args);
     let ticket = engine.calls().invoke(&caller(), request).await.unwrap();
     let run_id = ticket.call.id.as_str().replace("tc_", "run_");
     until("the run started", async || engine.runs().find_run(&caller(), &run_id).await.ok()).await;

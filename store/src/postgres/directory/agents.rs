@@ -1,5 +1,5 @@
-//! Agents in PostgreSQL: the roster in `resource.project_agents`, their versions, the trees of their
-//! runs, and boxes.
+//! Agents in PostgreSQL: the roster in `resource.project_agents`, their versions, the trees of
+//! their runs, and boxes.
 
 use async_trait::async_trait;
 use toolcrib::domain::agent::{AgentEntry, AgentVersion, CardBox};
