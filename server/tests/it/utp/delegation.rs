@@ -37,9 +37,12 @@ impl Fixture {
 
     /// Waits for the next turn of an agent, and leases it.
     async fn lease_next(&self, agent: &str) -> Value {
-        let inbox = self.rpc(agent, "inbox", json!({ "wait_ms": 20_000 })).await;
-        let turn = inbox["items"].as_array().unwrap().iter().find(|i| i["message_type"] == "turn");
-        let turn = turn.unwrap_or_else(|| panic!("{inbox}")).clone();
+        let turn = until(&format!("a turn of {agent}"), || async {
+            let inbox = self.rpc(agent, "inbox", json!({ "wait_ms": 1_000 })).await;
+            let items = inbox["items"].as_array().unwrap().clone();
+            items.into_iter().find(|item| item["message_type"] == "turn")
+        })
+        .await;
         let body = json!({ "agent_turn_id": turn["payload"]["agent_turn_id"] });
         let leased = self.rpc(agent, "lease", body).await;
         json!({ "item": turn, "turn": leased })
@@ -264,12 +267,7 @@ async fn a_join_ends_with_the_first_failure_or_the_first_success() {
         (&json!("canceled"), &json!("canceled"))
     );
     fixture.command("fork_join", "f2", json!({ "tasks": tasks, "join": "any" })).await;
-    let leased = loop {
-        let leased = fixture.lease_next("eve").await;
-        if leased["item"]["payload"]["call_id"] != results[1]["call_id"] {
-            break leased;
-        }
-    };
+    let leased = fixture.lease_next("eve").await;
     fixture.deliver("eve", &leased, json!("first")).await;
     let (item, card) = fixture.result("f2").await;
     assert_eq!(item["payload"]["status"], "success", "{item}");

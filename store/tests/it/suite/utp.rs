@@ -157,6 +157,55 @@ pub async fn turns_are_saved_by_version(store: &dyn Store) {
     assert_eq!(utp.expired_turns(NOW + 1_000, 9).await.unwrap(), [turn("t1", 2)]);
 }
 
+pub async fn a_call_of_a_turn_kept_elsewhere_is_delivered(store: &dyn Store) {
+    let utp = store.utp();
+    let other = StepCall { tool_name: "y".into(), ..new_step_call("a") };
+    for step_call in [new_step_call("a"), other, new_step_call("b")] {
+        utp.add_step_call(step_call).await.unwrap();
+    }
+    assert_eq!(utp.step_call("p", Some("t1"), "a").await.unwrap(), Some(new_step_call("a")));
+    let open = utp.undelivered_step_calls(0, 9).await.unwrap();
+    assert_eq!(open.len(), 2, "{open:?}");
+    utp.deliver_to_inbox(item("ada", "a"), "r1", None).await.unwrap();
+    let open = utp.undelivered_step_calls(0, 9).await.unwrap();
+    assert_eq!(open.iter().map(|(_, call)| call.clone()).collect::<Vec<_>>(), [new_step_call("b")]);
+}
+
+pub async fn a_delegated_turn_is_stored_with_its_edges(store: &dyn Store) {
+    let utp = store.utp();
+    let delegation = TurnDelegation {
+        call_id: "tc_1".into(),
+        attempt: 1,
+        parent_agent_id: "eve".into(),
+        parent_turn_id: "t0".into(),
+        instruction_card_id: "task_1".into(),
+        deadline_ms: NOW,
+        lost_leases: 1,
+        status: Some(ToolStatus::Partial),
+    };
+    let status = TurnStatus::Dispatched;
+    let dispatched = Turn { status, delegation: Some(Box::new(delegation)), ..turn("t1", 1) };
+    let edge = ExecutionEdge {
+        edge_id: "edge_1".into(),
+        primitive: "enqueue",
+        phase: "request",
+        source: ("eve".into(), "t0".into(), None),
+        target: ("ada".into(), "t1".into()),
+        correlation_id: "t1".into(),
+    };
+    let item = InboxItem { message_type: "turn".into(), ..item("ada", "turn:1") };
+    let change = || TurnChange {
+        inbox: vec![item.clone()],
+        edges: vec![edge.clone()],
+        ..TurnChange::default()
+    };
+    assert_eq!(utp.save_turn(dispatched.clone(), change()).await.unwrap(), SaveResult::Saved);
+    assert_eq!(utp.turn("p", "t1").await.unwrap(), Some(dispatched.clone()));
+    let again = Turn { version: 2, ..dispatched };
+    assert_eq!(utp.save_turn(again, change()).await.unwrap(), SaveResult::Saved);
+    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item], "once");
+}
+
 pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
     let utp = store.utp();
     let change = TurnChange {
