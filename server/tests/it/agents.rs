@@ -104,7 +104,14 @@ async fn a_run_calls_agents_and_shows_its_tree() {
     let id = run["run_id"].as_str().unwrap();
     let tree = api.get(&format!("/v1/runs/{id}/tree")).await.is(200);
     assert_eq!((&tree["run_count"], &tree["open_count"]), (&json!(3), &json!(0)), "{tree}");
-    assert_eq!(tree["children"][0]["agent_id"], "one");
+    let mut agents: Vec<&str> = tree["children"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|child| child["agent_id"].as_str().unwrap())
+        .collect();
+    agents.sort_unstable();
+    assert_eq!(agents, ["one", "two"]);
     assert_eq!(tree["total"]["tokens"], 15 * 4, "{tree}");
     let (shown, _) = run_cli(&server, &["runs", "tree", id]).await;
     assert!(shown.contains("one") && shown.contains("two"), "{shown}");
