@@ -7,7 +7,8 @@ use toolcrib::domain::directory::{AuditEntry, DirectoryChange, Project};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
 use toolcrib::domain::utp::card::into_map;
 use toolcrib::domain::utp::{
-    AfterExecution, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn, TurnStatus,
+    AfterExecution, Binding, Card, DeadLetter, ExecutionEdge, InboxItem, OutboxMessage, StepCall,
+    ToolStatus, Turn, TurnDelegation, TurnStatus,
 };
 use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange};
 use toolcrib::ports::store::{SaveResult, Store};
