@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
+use futures::future::BoxFuture;
 use futures::poll;
 use serde_json::json;
 
@@ -95,12 +96,15 @@ impl Calls {
     /// Accepts a call. The request has the tool's exact name or the name that models use
     /// ([`crate::registry::name_for_model`]). When this returns, the call is stored and will reach
     /// an outcome.
-    pub async fn invoke(
-        self: &Arc<Self>,
-        caller: &Caller,
+    ///
+    /// The future is boxed here, so that it is compiled in this crate, for speed, and not in the
+    /// crate that awaits it.
+    pub fn invoke<'a>(
+        self: &'a Arc<Self>,
+        caller: &'a Caller,
         request: CallRequest,
-    ) -> Result<Ticket, Error> {
-        self.invoke_in_batch(caller, request, BatchMembership::default()).await
+    ) -> BoxFuture<'a, Result<Ticket, Error>> {
+        Box::pin(self.invoke_in_batch(caller, request, BatchMembership::default()))
     }
 
     /// Accepts a call that is one entry of a batch.

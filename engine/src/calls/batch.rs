@@ -13,11 +13,12 @@
 
 mod answer;
 mod execution;
-
 mod shorten;
+
 use std::sync::Arc;
 
 use execution::BatchExecution;
+use futures::future::BoxFuture;
 use serde_json::json;
 
 use crate::calls::Calls;
@@ -150,19 +151,29 @@ impl Calls {
     /// assert!(answer.messages[1].text().contains("not JSON"));
     /// # Ok(()) }
     /// ```
-    pub async fn run_batch(
-        self: &Arc<Self>,
-        caller: &Caller,
+    pub fn run_batch<'a>(
+        self: &'a Arc<Self>,
+        caller: &'a Caller,
         batch: Batch,
-    ) -> Result<BatchAnswer, Error> {
-        self.run_batch_with_renderer(caller, batch, None).await
+    ) -> BoxFuture<'a, Result<BatchAnswer, Error>> {
+        self.run_batch_with_renderer(caller, batch, None)
     }
 
     /// Runs a batch and renders each result with `write`.
     ///
     /// The rendering overlaps with the commit of the calls if possible, so that it adds no
-    /// latency.
-    pub async fn run_batch_with_renderer(
+    /// latency. The future is boxed here, so that it is compiled in this crate, for speed, and not
+    /// in the crate that awaits it.
+    pub fn run_batch_with_renderer<'a>(
+        self: &'a Arc<Self>,
+        caller: &'a Caller,
+        batch: Batch,
+        write: Option<EntryRenderer>,
+    ) -> BoxFuture<'a, Result<BatchAnswer, Error>> {
+        Box::pin(self.run_and_render(caller, batch, write))
+    }
+
+    async fn run_and_render(
         self: &Arc<Self>,
         caller: &Caller,
         batch: Batch,

@@ -6,6 +6,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
+
 use crate::calls::Calls;
 use crate::calls::accept::Ticket;
 use crate::domain::call::{Call, Status};
@@ -143,13 +145,33 @@ impl Calls {
     /// # Errors
     /// Refuses a call that the caller may not see, and, for [`Until::Ended`], an engine that shuts
     /// down first.
-    pub async fn wait<'a>(
-        &self,
-        caller: &Caller,
+    pub fn wait<'a>(
+        &'a self,
+        caller: &'a Caller,
         call: impl Into<CallRef<'a>>,
         until: Until,
+    ) -> BoxFuture<'a, Result<Arc<Call>, Error>> {
+        self.wait_boxed(caller, call.into(), until)
+    }
+
+    /// Boxes the wait, so that it is compiled in this crate, for speed, and not in the crate that
+    /// awaits it.
+    fn wait_boxed<'a>(
+        &'a self,
+        caller: &'a Caller,
+        call: CallRef<'a>,
+        until: Until,
+    ) -> BoxFuture<'a, Result<Arc<Call>, Error>> {
+        Box::pin(self.wait_until(caller, call, until))
+    }
+
+    async fn wait_until(
+        &self,
+        caller: &Caller,
+        call: CallRef<'_>,
+        until: Until,
     ) -> Result<Arc<Call>, Error> {
-        let (id, open_call) = match call.into() {
+        let (id, open_call) = match call {
             CallRef::Ticket(ticket) if ticket.call.status.is_terminal() => {
                 return Ok(ticket.call.clone());
             }
