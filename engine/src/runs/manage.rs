@@ -130,7 +130,7 @@ impl Runs {
             id,
             project: caller.project.clone(),
             owner: RunOwner {
-                keyed: self.registry.has_active_key(caller),
+                keyed: self.registry.credentials.has_active_key(caller),
                 ..RunOwner::from(caller)
             },
             model: new.model,
