@@ -33,8 +33,8 @@ use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
 use crate::registry::{Admin, OperatorCredential, Projects, Registry, Upstreams};
 use crate::runs::read_result::{self, RunsHandle};
-use crate::runs::{Conversations, Runs};
-use crate::utp::Utp;
+use crate::runs::{Conversations, RunStreams, Runs};
+use crate::utp::{Outbox, Utp, WrittenReports};
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
 
@@ -260,6 +260,7 @@ impl EngineBuilder {
         let webhook_queue = WebhookQueue::new(self.webhook_sender, self.webhook_settings);
         let (utp, webhooks) =
             build_ended_listeners(&calls, self.publishes_outbox, Arc::new(webhook_queue));
+        let streams = RunStreams::new(&calls);
         let runs = Arc::new(Runs {
             core: core.clone(),
             registry: registry.clone(),
@@ -268,7 +269,8 @@ impl EngineBuilder {
             models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
-            active_runs: Default::default(),
+            active_runs: streams.active_runs.clone(),
+            streams,
             conversations: Conversations::new(&core, &registry, &calls),
         });
         client_queue
@@ -329,6 +331,8 @@ fn build_ended_listeners(
         registry: calls.registry.clone(),
         dispatcher: calls.dispatcher.clone(),
         calls: calls.clone(),
+        outbox: Outbox { core: calls.core.clone(), registry: calls.registry.clone() },
+        written_reports: WrittenReports { core: calls.core.clone() },
         publishes_outbox,
         report_traceparents: Default::default(),
     });
