@@ -22,10 +22,12 @@ use futures::future::BoxFuture;
 use serde_json::json;
 
 use crate::calls::Calls;
+use crate::calls::request::check_callback_url;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::model_formats;
+use crate::registry::authorize::authorize_call;
 
 pub(crate) use answer::render_within_budget;
 pub use answer::{BatchAnswer, BatchEntryResult, BatchEntryState, pending_notice};
@@ -181,13 +183,13 @@ impl Calls {
     ) -> Result<BatchAnswer, Error> {
         self.validate_batch(&batch)?;
         if let Some(url) = &batch.callback_url {
-            self.check_callback_url(caller, url)?;
+            check_callback_url(&self.core, caller, url)?;
         }
         let read: Vec<_> = batch.entries.iter().map(model_formats::parse).collect();
         if !caller.may_invoke() {
             // Every entry would be refused for the same reason, so the whole batch is.
             let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
-            self.registry.authorize_call(&self.registry.catalog(), caller, first).await?;
+            authorize_call(&self.registry, &self.registry.catalog(), caller, first).await?;
         }
         let budget = batch.budget_tokens;
         let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));
