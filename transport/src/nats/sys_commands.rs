@@ -118,7 +118,7 @@ async fn execute_command(
     let Some(tool) = internal.filter(|name| RESERVED_NAMES.contains(name)) else {
         return Ok(Some(unknown_command(parts)));
     };
-    if let Err(error) = engine.registry().require_project(parts.project) {
+    if let Err(error) = engine.projects().require_project(parts.project) {
         return Ok(Some(("malformed", format!("{tool} was not executed: {error}"))));
     }
     let parsed = match parse_command(parts, tool, command) {
