@@ -109,7 +109,7 @@ impl Catalog {
 
     /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
     /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
-    /// operator allowed.
+    /// operator allowed. Lists for models add it, because digests refer to it.
     pub(crate) fn is_listed(&self, caller: &Caller, entry: &CatalogEntry) -> bool {
         !self.authorize(caller, RuleAction::List, &AccessRequest::of(entry)).is_denied()
     }

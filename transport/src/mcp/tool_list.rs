@@ -155,14 +155,21 @@ pub(super) struct ToolListCache {
 }
 
 impl ToolListCache {
-    /// Returns the catalogue list, which is the same for every caller.
-    pub(super) fn for_catalogue(&self) -> Arc<CallerToolList> {
+    /// Returns the catalogue list of a caller: the tools of the transport, and the one that reads
+    /// the parts that a digest omits.
+    pub(super) fn for_catalogue(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
         let listed = |tool: Tool| ToolListEntry::new(None, tool);
         let tools = builtin_tools::always_listed()
             .into_iter()
             .chain(builtin_tools::catalogue())
             .map(listed);
-        Arc::new(CallerToolList { version: 0, tools: tools.collect() })
+        let mut tools: Vec<ToolListEntry> = tools.collect();
+        let all = self.for_caller(engine, caller);
+        if let Some(reader) = all.tools.iter().find(|listed| listed.name() == RESULT_READ) {
+            let index = tools.partition_point(|listed| listed.name() < RESULT_READ);
+            tools.insert(index, reader.clone());
+        }
+        Arc::new(CallerToolList { version: 0, tools })
     }
 
     /// Returns the caller's list for the present state of the directory.
@@ -191,6 +198,20 @@ impl ToolListCache {
     }
 }
 
+/// Returns the caller's tools, sorted by name, with the one that reads the parts that a digest omits.
+fn listed_tools(engine: &Engine, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
+    let mut tools = engine.registry().tools(caller);
+    let index = tools.partition_point(|entry| entry.definition.name.as_str() < RESULT_READ);
+    let is_listed = tools.get(index).is_some_and(|entry| entry.definition.name == RESULT_READ);
+    if !tools.is_empty()
+        && !is_listed
+        && let Ok(reader) = engine.registry().tool(caller, RESULT_READ)
+    {
+        tools.insert(index, reader);
+    }
+    tools
+}
+
 fn build_list(
     engine: &Engine,
     caller: &Caller,
@@ -209,7 +230,7 @@ fn build_list(
         is_same.then(|| previous[index].clone())
     };
     let mut tools: Vec<ToolListEntry> = Vec::new();
-    for entry in engine.registry().tools(caller) {
+    for entry in listed_tools(engine, caller) {
         let fresh = || {
             Some(ToolListEntry::new(Some(entry.clone()), to_mcp_tool(&entry.shown_definition())?))
         };
