@@ -29,8 +29,6 @@ mod text_kind;
 
 #[cfg(test)]
 mod tests;
-use std::borrow::Cow;
-
 use query::KeywordMatcher;
 use sampling::{SampleArray, SampleNode, SampleObject, sample_document};
 use table::TableView;
@@ -111,15 +109,18 @@ impl DigestRequest<'_> {
     fn render(&self, json: &str, pointer: &str, around: &str) -> String {
         let root = sample_document(json, self.budget.saturating_mul(4).min(MAX_VALUES));
         let content = MainContent::find(&root, pointer);
-        let enclosing = match content {
-            MainContent::Json => String::new(),
-            _ if is_plain_envelope(&root) => String::new(),
-            _ => enclosing_line(&root, self.budget / 8),
+        let around = match content.written().filter(|_| !is_plain_envelope(&root)) {
+            Some(main) => {
+                let matches = self.matches_around(json, main, pointer);
+                format!("{around}{}{matches}", enclosing_line(&root, self.budget / 8))
+            }
+            None => around.to_owned(),
         };
-        let around = format!("{around}{enclosing}");
         match content {
-            MainContent::Text { pointer, text } => self.render_text(&text, &pointer, &around),
-            MainContent::Table(table) => {
+            MainContent::Text { pointer, written } => {
+                self.render_text(&decode_string(written), &pointer, &around)
+            }
+            MainContent::Table(table, _) => {
                 let words = KeywordMatcher::for_data(self.source.hint);
                 match TableView::new(&table, &words) {
                     Some(view) => self.render_table(&table, &view, "a table", &around),
@@ -128,6 +129,17 @@ impl DigestRequest<'_> {
             }
             MainContent::Json => self.render_json(json, &root, pointer, &around),
         }
+    }
+
+    /// Renders the members around the main content that match the query.
+    fn matches_around(&self, json: &str, main: &str, pointer: &str) -> String {
+        let words = KeywordMatcher::for_data(self.source.hint);
+        let begin = (main.as_ptr() as usize).checked_sub(json.as_ptr() as usize);
+        let (Some(begin), true) = (begin, words.has_query()) else { return String::new() };
+        let (before, behind) = (json.get(..begin), json.get(begin + main.len()..));
+        let (Some(before), Some(behind)) = (before, behind) else { return String::new() };
+        let rest = format!("{before}null{behind}");
+        json::render_matches(&rest, pointer, &words, self.budget / 8)
     }
 
     fn render_text(&self, text: &str, pointer: &str, around: &str) -> String {
@@ -225,7 +237,10 @@ impl DigestRequest<'_> {
         let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
         let query = match kind.contains("table") {
             true => {
-                r#"search it with "grep", or query its rows with "where", "select", "aggregate", "group_by""#
+                concat!(
+                    r#"search it with "grep", or query its rows with "where", "select", "#,
+                    r#""aggregate", "group_by""#
+                )
             }
             false => r#"or search it with "grep""#,
         };
@@ -259,12 +274,25 @@ impl DigestRequest<'_> {
 
 /// The main content of a result, and its location.
 enum MainContent<'a> {
-    Text { pointer: String, text: Cow<'a, str> },
-    Table(RowTable<'a>),
+    /// A text, as raw JSON.
+    Text {
+        pointer: String,
+        written: &'a str,
+    },
+    /// A table, and its raw JSON.
+    Table(RowTable<'a>, &'a str),
     Json,
 }
 
 impl<'a> MainContent<'a> {
+    /// Returns the raw JSON of the content, if it is a part of the document.
+    fn written(&self) -> Option<&'a str> {
+        match self {
+            Self::Text { written, .. } | Self::Table(_, written) => Some(written),
+            Self::Json => None,
+        }
+    }
+
     /// Descends to the value that makes up most of the document.
     fn find(root: &SampleNode<'a>, pointer: &str) -> Self {
         let (mut node, mut container, mut pointer): (_, Option<&SampleObject<'a>>, _) =
@@ -272,7 +300,7 @@ impl<'a> MainContent<'a> {
         loop {
             match node {
                 SampleNode::Text(written) => {
-                    return Self::Text { pointer, text: decode_string(written) };
+                    return Self::Text { pointer, written };
                 }
                 SampleNode::Array(list) => {
                     // Next to a table that is almost the whole document, other items need no room.
@@ -280,7 +308,7 @@ impl<'a> MainContent<'a> {
                     if nearly_all && is_row_list(list) {
                         let container = container.map(|map| map.written);
                         if let Some(table) = RowTable::find(list.written, container, &pointer) {
-                            return Self::Table(table);
+                            return Self::Table(table, list.written);
                         }
                     }
                     let heaviest = list.sampled_items().max_by_key(|(_, item)| item.bytes());
@@ -304,7 +332,8 @@ impl<'a> MainContent<'a> {
                         && map.entries.iter().all(|(_, value)| is_record(value))
                     {
                         let (text, layout) = (map.written.into(), RowLayout::Entries);
-                        return Self::Table(RowTable { pointer, text, layout });
+                        let table = RowTable { pointer, text, layout };
+                        return Self::Table(table, map.written);
                     }
                     return Self::Json;
                 }

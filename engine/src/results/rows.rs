@@ -61,7 +61,7 @@ pub(crate) enum Cell<'a> {
 
 /// One row of a table.
 #[derive(Debug, Clone)]
-pub(crate) enum Row<'a> {
+pub(crate) enum TableRow<'a> {
     /// Raw JSON of the item, and its key if the table is an object.
     Json { written: &'a str, key: Option<&'a str> },
     /// The values of a record, and its text.
@@ -182,7 +182,7 @@ impl<'a> RowTable<'a> {
     }
 
     /// Visits the rows in order, until the visitor returns false.
-    pub(crate) fn visit<'t>(&'t self, mut visitor: impl FnMut(usize, Row<'t>) -> bool) {
+    pub(crate) fn visit<'t>(&'t self, mut visitor: impl FnMut(usize, TableRow<'t>) -> bool) {
         match &self.layout {
             RowLayout::Objects | RowLayout::Arrays(_) | RowLayout::Entries => {
                 let is_keyed = self.layout == RowLayout::Entries;
@@ -190,7 +190,7 @@ impl<'a> RowTable<'a> {
                 cursor.enter();
                 while cursor.advance() {
                     let key = is_keyed.then(|| cursor.read_key());
-                    if !visitor(index, Row::Json { written: cursor.read_value(), key }) {
+                    if !visitor(index, TableRow::Json { written: cursor.read_value(), key }) {
                         return;
                     }
                     index += 1;
@@ -199,7 +199,7 @@ impl<'a> RowTable<'a> {
             RowLayout::JsonLines => {
                 let lines = self.text.lines().map(str::trim).filter(|line| !line.is_empty());
                 for (index, written) in lines.enumerate() {
-                    if !visitor(index, Row::Json { written, key: None }) {
+                    if !visitor(index, TableRow::Json { written, key: None }) {
                         return;
                     }
                 }
@@ -210,7 +210,7 @@ impl<'a> RowTable<'a> {
                 records.next();
                 let mut index = 0;
                 while let Some((written, cells)) = records.next_with_text() {
-                    if !visitor(index, Row::Cells { written, cells }) {
+                    if !visitor(index, TableRow::Cells { written, cells }) {
                         return;
                     }
                     index += 1;
@@ -228,7 +228,7 @@ impl<'a> RowTable<'a> {
     }
 }
 
-impl<'a> Row<'a> {
+impl<'a> TableRow<'a> {
     /// Returns the value of a column. A path such as `to.city` or `/to/city` selects a value inside
     /// a cell.
     pub(crate) fn cell(&self, column: &str, stated: Option<&[String]>) -> Option<Cell<'a>> {

@@ -48,7 +48,8 @@ fn orders() -> Case {
             _ if n % 3 == 0 => "shipped",
             _ => "paid",
         };
-        json!({ "id": 40_000 + n, "customer": format!("Customer {:04}", n * 7 % 1_200), "status": status,
+        let customer = format!("Customer {:04}", n * 7 % 1_200);
+        json!({ "id": 40_000 + n, "customer": customer, "status": status,
             "amount": (n as f64 * 13.7 % 950.0 * 100.0).round() / 100.0, "city": city,
             "created_at": format!("2025-{:02}-{:02}T08:00:00Z", n % 12 + 1, n % 28 + 1) })
     };
@@ -69,12 +70,8 @@ fn orders() -> Case {
             },
             Question {
                 text: "Which status does order 40877 have?",
-                facts: &[&[
-                    r#"[40877,"Customer 1339","shipped""#,
-                    r#"[40877,"Customer 0139","paid""#,
-                    "40877,",
-                ]],
-                answer: "40877",
+                facts: &[&[r#""Customer 0139",40877,"paid"]"#]],
+                answer: r#""status":"paid""#,
                 reads: &[Read { conditions: r#"{"id":40877}"#, ..READ }],
             },
             Question {
@@ -100,7 +97,8 @@ fn sensors() -> Case {
     let rows: Vec<Value> = (0..2_000).map(row).collect();
     Case {
         name: "sensors",
-        data: json!({ "columns": ["time", "sensor", "temperature", "state"], "rows": rows, "row_count": 2_000 }),
+        data: json!({ "columns": ["time", "sensor", "temperature", "state"], "rows": rows,
+            "row_count": 2_000 }),
         questions: [
             Question {
                 text: "What is the highest temperature?",
@@ -128,7 +126,7 @@ fn employees() -> Case {
     let mut text = "id,name,department,salary,email\n".to_owned();
     for n in 0..900 {
         let name = if n == 512 { "Okafor, Ines".to_owned() } else { format!("Person {n}") };
-        let department = ["Sales", "Support", "Research", "Legal"][n * n % 7 % 4];
+        let department = ["Sales", "Support", "Research", "Legal"][n % 4];
         let salary = 31_000 + n * 37 % 20_000;
         let line = format!("{n},\"{name}\",{department},{salary}.50,user{n}@example.org\n");
         text.push_str(&line);
@@ -145,7 +143,7 @@ fn employees() -> Case {
             },
             Question {
                 text: "How many people are in the department Legal?",
-                facts: &[&["Legal 257", "Legal 2", "Legal 1", "Legal 3"]],
+                facts: &[&["Legal 225"]],
                 answer: r#""count""#,
                 reads: &[Read {
                     conditions: r#"{"department":"Legal"}"#,
@@ -431,12 +429,13 @@ fn api_description() -> Case {
             "parameters": parameters, "responses": { "200": { "description": "ok" } } } }),
         );
     }
+    let schema = |n: usize| json!({ "type": "object", "title": format!("T{n}") });
+    let schemas: Vec<Value> = (0..60).map(schema).collect();
     Case {
         name: "API description",
         data: json!({ "openapi": "3.1.0", "info": { "title": "Ledger API", "version": "2.7.1" },
             "servers": [{ "url": "https://ledger.example/api" }], "paths": paths,
-            "components": { "schemas": (0..60).map(|n| json!({ "type": "object", "title": format!("T{n}") }))
-                .collect::<Vec<_>>() } }),
+            "components": { "schemas": schemas } }),
         questions: [
             Question {
                 text: "Which path refunds a payment?",
@@ -494,7 +493,8 @@ fn pods() -> Case {
     for n in 0..400 {
         let (phase, restarts) =
             if n == 263 { ("CrashLoopBackOff", 57) } else { ("Running", n % 3) };
-        let pod = json!({ "metadata": { "name": format!("worker-{n:03}-x{}", n * 31 % 97), "namespace": "batch" },
+        let name = format!("worker-{n:03}-x{}", n * 31 % 97);
+        let pod = json!({ "metadata": { "name": name, "namespace": "batch" },
             "status": { "phase": phase, "restarts": restarts, "node": format!("node-{}", n % 5) } });
         text.push_str(&format!("{pod}\n"));
     }
@@ -575,7 +575,6 @@ fn digests_of_any_size_state_the_facts_that_the_next_step_needs() {
             missing.join("\n====\n")
         );
         println!("{answered} of 36 facts in digests of {budget} tokens");
-        println!("DEBUG {}", missing.join("\n====\n"));
     }
 }
 
@@ -615,8 +614,12 @@ fn answer(data: &Json, read: &Read, name: &str) -> String {
     match slice.content {
         SliceContent::Value(value) => value.text().to_owned(),
         SliceContent::Matches { matches, matched } => {
+            let shown = |value: &Json| match value.to_value() {
+                Value::String(text) => text,
+                other => other.to_string(),
+            };
             let found =
-                matches.iter().map(|found| format!("{} {}", found.pointer, found.value.text()));
+                matches.iter().map(|found| format!("{} {}", found.pointer, shown(&found.value)));
             format!("{matched}: {}", found.collect::<Vec<_>>().join("\n"))
         }
         SliceContent::Rows { value, matched, .. } => format!("{matched}: {}", value.text()),

@@ -198,7 +198,7 @@ impl ToolListCache {
     }
 }
 
-/// Returns the caller's tools, sorted by name, with the one that reads the parts that a digest omits.
+/// Returns the caller's tools, sorted by name, with the one that reads what a digest omits.
 fn listed_tools(engine: &Engine, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
     let mut tools = engine.registry().tools(caller);
     let index = tools.partition_point(|entry| entry.definition.name.as_str() < RESULT_READ);

@@ -9,9 +9,9 @@
 //! [`success_result`], of failures into [`error_result`], of calls that have not ended into
 //! [`pending_result`]. MCP clients check `structuredContent` against the output schema that they
 //! have seen, also in failures, and show nothing of a result that does not match: a failure or a
-//! ticket of such a tool has its fields in `_meta`, and a long result has a shortened structure that
-//! matches. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md` describes the fields for
-//! users.
+//! ticket of such a tool has its fields in `_meta`, and a long result has a shortened structure
+//! that matches. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md` describes the fields
+//! for users.
 
 use std::sync::Arc;
 
@@ -166,7 +166,8 @@ fn read_note(call: &Call, bytes: usize) -> String {
     )
 }
 
-/// Adds the address of the whole result: as a link to MCP clients that handle links, and in `_meta`.
+/// Adds the address of the whole result: as a link for MCP clients that handle links, and in
+/// `_meta`.
 fn with_result_link(
     mut result: CallToolResult,
     call: &Call,
@@ -176,9 +177,8 @@ fn with_result_link(
     if tool.has_links {
         result.content.push(result_link(call, bytes));
     }
-    let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
-    meta.0.insert("toolcrib/result_uri".to_owned(), result_uri(&call.id).into());
-    meta.0.insert("toolcrib/digest".to_owned(), true.into());
+    set_meta(&mut result, "toolcrib/result_uri", result_uri(&call.id).into());
+    set_meta(&mut result, "toolcrib/digest", true.into());
     result
 }
 
@@ -276,6 +276,7 @@ pub(super) fn error_result(
     if let Some(detail) = &fault.detail {
         error["detail"] = detail.clone();
     }
+    set_meta(&mut result, "toolcrib/error", error.clone());
     let mut structured = json!({ "error": error });
     if let Some(id) = call_id {
         structured["tool_call_id"] = id.into();
@@ -285,28 +286,24 @@ pub(super) fn error_result(
 }
 
 /// Returns a failure of a tool. If the MCP client has seen an output schema, which the fault does
-/// not match, the fault is in `_meta`.
+/// not match, the fault is only in `_meta`.
 fn typed_error_result(
     fault: &Fault,
     call_id: Option<&str>,
     is_irreversible: bool,
     tool: &ResultFormat,
 ) -> CallToolResult {
-    let result = error_result(fault, call_id, is_irreversible);
-    if tool.is_typed() { move_structure_to_meta(result, "toolcrib/error") } else { result }
-}
-
-/// Moves the structured content to a field of `_meta`.
-fn move_structure_to_meta(mut result: CallToolResult, field: &str) -> CallToolResult {
-    if let Some(structure) = result.structured_content.take() {
-        let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
-        let value = match structure {
-            Value::Object(mut fields) if fields.contains_key("error") => fields.remove("error"),
-            other => Some(other),
-        };
-        meta.0.insert(field.to_owned(), value.unwrap_or_default());
+    let mut result = error_result(fault, call_id, is_irreversible);
+    if tool.is_typed() {
+        result.structured_content = None;
     }
     result
+}
+
+/// Sets a field of `_meta`.
+fn set_meta(result: &mut CallToolResult, field: &str, value: Value) {
+    let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
+    meta.0.insert(field.to_owned(), value);
 }
 
 /// Returns a refused call as a text result if the model can act on it, otherwise as a protocol
@@ -388,10 +385,8 @@ pub(super) fn pending_result(
         true => CallToolResult::error(vec![ContentBlock::text(text)]),
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
     };
-    result.structured_content = Some(ticket);
-    if tool.is_typed() {
-        result = move_structure_to_meta(result, "toolcrib/ticket");
-    }
+    set_meta(&mut result, "toolcrib/ticket", ticket.clone());
+    result.structured_content = (!tool.is_typed()).then_some(ticket);
     with_call_meta(result, call)
 }
 

@@ -7,7 +7,7 @@ use super::sampling::sample_document;
 use super::shape::{Shape, display_key, scalar_type};
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
 use crate::results::rows::decimal::{DecimalSum, parse_number};
-use crate::results::rows::{KEY_COLUMN, Row, RowTable, VALUE_COLUMN};
+use crate::results::rows::{KEY_COLUMN, RowTable, TableRow, VALUE_COLUMN};
 
 /// Maximum number of columns that are described.
 const MAX_COLUMNS: usize = 200;
@@ -76,15 +76,15 @@ impl<'t> TableProfile<'t> {
         cells * 3 < self.columns.len() * self.rows.len()
     }
 
-    fn add_row(&mut self, index: usize, row: Row<'t>) {
+    fn add_row(&mut self, index: usize, row: TableRow<'t>) {
         match row {
-            Row::Cells { written, cells } => {
+            TableRow::Cells { written, cells } => {
                 self.rows.push(RowText { written, key: None });
                 for (column, cell) in self.columns.iter_mut().zip(cells) {
                     column.add_text(index, cell);
                 }
             }
-            Row::Json { written, key } => {
+            TableRow::Json { written, key } => {
                 self.rows.push(RowText { written, key });
                 let mut position = 0;
                 if let Some(key) = key

@@ -112,7 +112,12 @@ pub(super) fn render(
 }
 
 /// Renders the members that match the query, each with its pointer.
-fn render_matches(text: &str, prefix: &str, words: &KeywordMatcher, budget: usize) -> String {
+pub(super) fn render_matches(
+    text: &str,
+    prefix: &str,
+    words: &KeywordMatcher,
+    budget: usize,
+) -> String {
     let mut out = String::new();
     for found in find_matches(text, words) {
         let limit = (budget / 2).clamp(32, 400);

@@ -246,7 +246,7 @@ impl<'t> TableView<'t> {
                 .collect();
         }
         let (written, key) = (row.written, row.key);
-        let row = crate::results::rows::Row::Json { written, key };
+        let row = crate::results::rows::TableRow::Json { written, key };
         let stated = self.table.stated_columns();
         let cell = |name: &str| row.cell(name, stated).map(|cell| cell.to_json().into_owned());
         columns.map(|column| cell(&column.name)).collect()

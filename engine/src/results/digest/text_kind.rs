@@ -388,8 +388,8 @@ mod tests {
         assert!(page.contains("# Guide (line 0); ## Install (line 2); ## Use (line 7)"), "{page}");
 
         let java = "Exception in thread \"main\" java.lang.IllegalStateException: no route\n\tat \
-                    a.b.C.run(C.java:12)\n\tat a.b.D.main(D.java:3)\nCaused by: java.io.IOException: \
-                    reset\n\tat a.b.E.read(E.java:99)\n\t... 2 more\n";
+                    a.b.C.run(C.java:12)\n\tat a.b.D.main(D.java:3)\nCaused by: \
+                    java.io.IOException: reset\n\tat a.b.E.read(E.java:99)\n\t... 2 more\n";
         let java = kind(java);
         assert!(java.contains("a stack trace") && java.contains("IOException: reset"), "{java}");
         assert!(java.contains("E.java:99"), "{java}");

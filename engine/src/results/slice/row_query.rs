@@ -17,7 +17,7 @@ use crate::domain::json::Json;
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
 use crate::results::pointer::invalid_field;
 use crate::results::rows::decimal::{DecimalSum, parse_number};
-use crate::results::rows::{Cell, KEY_COLUMN, Row, RowTable, VALUE_COLUMN};
+use crate::results::rows::{Cell, KEY_COLUMN, RowTable, TableRow, VALUE_COLUMN};
 
 /// Maximum number of columns, conditions or aggregates of a query.
 const MAX_QUERY_PARTS: usize = 50;
@@ -336,7 +336,7 @@ struct QueryRun<'q> {
 }
 
 impl QueryRun<'_> {
-    fn push_row(&mut self, index: usize, row: &Row<'_>, take: &mut MemberWindow) {
+    fn push_row(&mut self, index: usize, row: &TableRow<'_>, take: &mut MemberWindow) {
         let is_shown = take.seen >= take.offset && !take.is_full;
         let text = if is_shown { self.render(row) } else { String::new() };
         match take.admit(text.len()) {
@@ -351,7 +351,7 @@ impl QueryRun<'_> {
     }
 
     /// Renders a row as an object, or as it is written.
-    fn render(&self, row: &Row<'_>) -> String {
+    fn render(&self, row: &TableRow<'_>) -> String {
         let object = |columns: &mut dyn Iterator<Item = &str>| {
             let cell = |column: &str| {
                 let value = row.cell(column, self.stated);
@@ -365,22 +365,22 @@ impl QueryRun<'_> {
         }
         match (row, self.stated) {
             (_, Some(columns)) => object(&mut columns.iter().map(String::as_str)),
-            (Row::Json { written, key: None }, None) => (*written).to_owned(),
-            (Row::Json { written, key: Some(key) }, None) => {
+            (TableRow::Json { written, key: None }, None) => (*written).to_owned(),
+            (TableRow::Json { written, key: Some(key) }, None) => {
                 format!("{{\"{KEY_COLUMN}\":{key},\"{VALUE_COLUMN}\":{written}}}")
             }
-            (Row::Cells { .. }, None) => "null".to_owned(),
+            (TableRow::Cells { .. }, None) => "null".to_owned(),
         }
     }
 }
 
-fn row_matches(row: &Row<'_>, pattern: &Regex) -> bool {
+fn row_matches(row: &TableRow<'_>, pattern: &Regex) -> bool {
     match row {
-        Row::Json { written, key } => {
+        TableRow::Json { written, key } => {
             decoded_forms_match(pattern, written)
                 || key.is_some_and(|key| pattern.is_match(&decode_string(key)))
         }
-        Row::Cells { cells, .. } => cells.iter().any(|cell| pattern.is_match(cell)),
+        TableRow::Cells { cells, .. } => cells.iter().any(|cell| pattern.is_match(cell)),
     }
 }
 
@@ -389,7 +389,7 @@ fn unknown_column_fault(table: &RowTable<'_>, field: &str, column: &str) -> Faul
     match table.stated_columns() {
         Some(columns) => known.extend_from_slice(columns),
         None => table.visit(|index, row| {
-            if let Row::Json { written, .. } = row {
+            if let TableRow::Json { written, .. } = row {
                 add_keys(written, &mut known);
             }
             index < 200
@@ -427,7 +427,7 @@ fn add_keys(written: &str, known: &mut Vec<String>) {
 }
 
 impl RowCondition {
-    fn is_met(&self, row: &Row<'_>, stated: Option<&[String]>) -> bool {
+    fn is_met(&self, row: &TableRow<'_>, stated: Option<&[String]>) -> bool {
         let cell = row.cell(&self.column, stated);
         let Some(cell) = cell.filter(|cell| !cell.is_null()) else {
             // A missing value is equal to null alone, and neither greater nor less.
@@ -485,7 +485,11 @@ fn is_equal(cell: &Cell<'_>, value: &Value) -> bool {
             cell.text() == *text || is_number && cell_number(cell) == value_number(value)
         }
         Value::Array(_) | Value::Object(_) => {
-            matches!(cell, Cell::Json(w) if serde_json::from_str::<Value>(w).ok().as_ref() == Some(value))
+            let parsed = match cell {
+                Cell::Json(written) => serde_json::from_str::<Value>(written).ok(),
+                Cell::Text(_) => None,
+            };
+            parsed.as_ref() == Some(value)
         }
     }
 }
@@ -544,7 +548,7 @@ struct Accumulator {
 
 impl GroupTable {
     /// Adds a row; returns false if there are too many groups.
-    fn add(&mut self, query: &RowQuery, row: &Row<'_>, stated: Option<&[String]>) -> bool {
+    fn add(&mut self, query: &RowQuery, row: &TableRow<'_>, stated: Option<&[String]>) -> bool {
         let group_value = |column: &String| {
             let cell = row.cell(column, stated);
             cell.map_or_else(|| "null".to_owned(), |cell| cell.to_json().into_owned())

@@ -240,8 +240,9 @@ fn query(data: &Value, pointer: &str, rows: RowQuery) -> (Value, Vec<usize>, usi
 fn invoices() -> Vec<Value> {
     let row = |n: usize| {
         let city = ["Berlin", "Oslo", "Rom"][n % 3];
+        let tag = format!("t{n}");
         json!({ "id": n, "city": city, "amount": format!("{n}.10"),
-            "paid": n % 4 == 0, "to": { "zip": format!("{:05}", n) }, "tags": ["a", format!("t{n}")] })
+            "paid": n % 4 == 0, "to": { "zip": format!("{:05}", n) }, "tags": ["a", tag] })
     };
     (0..400).map(row).collect()
 }
@@ -287,7 +288,8 @@ fn rows_are_aggregated_exactly_and_by_group() {
     assert_eq!(
         value,
         json!([{ "city": "Oslo", "count": 100, "max(id)": 397 },
-        { "city": "Rom", "count": 100, "max(id)": 398 }, { "city": "Berlin", "count": 100, "max(id)": 399 }])
+        { "city": "Rom", "count": 100, "max(id)": 398 },
+            { "city": "Berlin", "count": 100, "max(id)": 399 }])
     );
     let (value, ..) =
         query(&data, "", row_query(json!({ "id": 1_000 }), &[], &[("sum", "id")], &[]));
@@ -305,7 +307,8 @@ fn rows_of_texts_are_queried_like_any_other() {
         json!([{ "id": 6, "name": "Name, 6", "score": 6 },
         { "id": 13, "name": "Name, 13", "score": 6 }])
     );
-    let inner = json!({ "content": [{ "type": "text", "text": json!({ "rows": invoices() }).to_string() }] });
+    let text = json!({ "rows": invoices() }).to_string();
+    let inner = json!({ "content": [{ "type": "text", "text": text }] });
     let (value, ..) = query(&inner, "", row_query(json!({}), &[], &[("max", "id")], &[]));
     assert_eq!(value, json!({ "max(id)": 399 }));
     // A pointer continues inside of the text.
