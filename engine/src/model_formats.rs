@@ -233,6 +233,9 @@ pub fn answer_message(format: CallFormat, id: Option<&str>, answer: &EntryAnswer
     }
 }
 
+/// Beginning of the text of each message of [`media_message`].
+pub const MEDIA_MESSAGE_PREFIX: &str = "Returned by the tool call";
+
 /// Returns a user message with the media of a result in the chat format, whose tool messages take
 /// only text; `None` if there are none that it takes.
 pub fn media_message(tool: &str, id: &str, media: &[MediaPart]) -> Option<Json> {

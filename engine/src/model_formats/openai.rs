@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::fields::RawFields;
-use super::{CallFormat, EntryAnswer, ParsedToolCall, arguments, to_json};
+use super::{CallFormat, EntryAnswer, MEDIA_MESSAGE_PREFIX, ParsedToolCall, arguments, to_json};
 use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 use crate::results::mcp_content::{MediaKind, MediaPart};
@@ -60,7 +60,7 @@ pub(super) fn media_message(tool: &str, id: &str, media: &[MediaPart]) -> Option
     if parts.is_empty() {
         return None;
     }
-    let text = format!("Returned by the tool call {id} ({tool}):");
+    let text = format!("{MEDIA_MESSAGE_PREFIX} {id} ({tool}):");
     let mut content = vec![json!({ "type": "text", "text": text })];
     content.extend(parts);
     Some(Json::from_value(&json!({ "role": "user", "content": content })))

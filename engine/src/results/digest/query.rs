@@ -103,6 +103,11 @@ impl KeywordMatcher {
         })
     }
 
+    /// Visits the hits of a text in order: their offsets and words.
+    pub(super) fn visit_hits(&self, text: &str, mut visitor: impl FnMut(usize, usize)) {
+        self.hits(text).for_each(|(start, _, word)| visitor(start, word));
+    }
+
     fn index_of(&self, hit: &str) -> Option<usize> {
         let position =
             |text: &str| self.words.iter().position(|word| word.eq_ignore_ascii_case(text));

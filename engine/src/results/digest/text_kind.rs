@@ -311,6 +311,10 @@ fn describe_outline(text: &str, facts: &mut FactWriter) {
 }
 
 fn describe_exceptions(text: &str, facts: &mut FactWriter) {
+    let marks = ["Exception", "Error", "Panic", "Caused by:", "panicked at "];
+    if !marks.iter().any(|mark| text.contains(mark)) {
+        return;
+    }
     let mut found: Vec<(String, usize, usize, Option<String>)> = Vec::new();
     let (mut frame, mut awaits_frame): (Option<String>, Option<usize>) = (None, None);
     for (number, line) in text.lines().enumerate() {
