@@ -24,7 +24,7 @@ Examples:
   toolcrib calls events tc_01K…
   toolcrib calls result tc_01K… --pointer /rows --offset 100 --limit 20
   toolcrib calls result tc_01K… --grep 'error|timeout'
-  toolcrib calls result tc_01K… --where '{"status":"open","sum":{"gt":100}}' --select id,sum
+  toolcrib calls result tc_01K… --where '{\"status\":\"open\",\"sum\":{\"gt\":100}}' --select id,sum
   toolcrib calls result tc_01K… --aggregate sum:amount,count --group-by city
   toolcrib calls answer tc_01K… name=Ada
   toolcrib calls cancel tc_01K… --reason 'no longer wanted'")]
