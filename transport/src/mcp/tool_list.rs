@@ -155,21 +155,14 @@ pub(super) struct ToolListCache {
 }
 
 impl ToolListCache {
-    /// Returns the catalogue list of a caller: the tools of the transport, and the one that reads
-    /// the parts that a digest omits.
-    pub(super) fn for_catalogue(&self, engine: &Engine, caller: &Caller) -> Arc<CallerToolList> {
+    /// Returns the catalogue list, which is the same for every caller.
+    pub(super) fn for_catalogue(&self) -> Arc<CallerToolList> {
         let listed = |tool: Tool| ToolListEntry::new(None, tool);
         let tools = builtin_tools::always_listed()
             .into_iter()
             .chain(builtin_tools::catalogue())
             .map(listed);
-        let mut tools: Vec<ToolListEntry> = tools.collect();
-        let all = self.for_caller(engine, caller);
-        if let Some(reader) = all.tools.iter().find(|listed| listed.name() == RESULT_READ) {
-            let index = tools.partition_point(|listed| listed.name() < RESULT_READ);
-            tools.insert(index, reader.clone());
-        }
-        Arc::new(CallerToolList { version: 0, tools })
+        Arc::new(CallerToolList { version: 0, tools: tools.collect() })
     }
 
     /// Returns the caller's list for the present state of the directory.

@@ -24,7 +24,7 @@ pub(crate) fn list_tools(
     };
     let revision = ProtocolRevision::from_context(context);
     let list = match shared.uses_search_catalogue(view) {
-        true => shared.tool_lists.for_catalogue(&shared.engine, &view.caller),
+        true => shared.tool_lists.for_catalogue(),
         false => shared.tool_lists.for_caller(&shared.engine, &view.caller),
     };
     let (prefix, size) = (view.prefix(), shared.settings.page_size);
