@@ -20,6 +20,7 @@ use serde::Serialize;
 use crate::domain::call::CallMetrics;
 use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
+use crate::results::mcp_content::{self, MediaPart};
 
 pub use definitions::{ToolFormat, accepts_object, describe_tool};
 
@@ -198,6 +199,8 @@ pub struct EntryAnswer<'a> {
     pub metrics: Option<CallMetrics>,
     /// The ticket of a call that is still open.
     pub pending: Option<PendingNotice<'a>>,
+    /// Images, recordings and files of the result, for formats whose tool results take them.
+    pub media: &'a [MediaPart],
 }
 
 /// The notice about a call that is still open.
@@ -230,6 +233,15 @@ pub fn answer_message(format: CallFormat, id: Option<&str>, answer: &EntryAnswer
     }
 }
 
+/// Beginning of the text of each message of [`media_message`].
+pub const MEDIA_MESSAGE_PREFIX: &str = "Returned by the tool call";
+
+/// Returns a user message with the media of a result in the chat format, whose tool messages take
+/// only text; `None` if there are none that it takes.
+pub fn media_message(tool: &str, id: &str, media: &[MediaPart]) -> Option<Json> {
+    openai::media_message(tool, id, media)
+}
+
 /// A fault as models and callers see it.
 #[derive(Serialize)]
 struct FaultBody<'a> {
@@ -259,8 +271,12 @@ pub fn fault_content(fault: &Fault) -> String {
     to_json(&FaultContent { error: fault.into() }).text().to_owned()
 }
 
-/// Formats a result as message content: a string as plain text, everything else as JSON.
+/// Formats a result as message content: a string as plain text, an MCP result as its texts,
+/// everything else as JSON.
 pub fn data_content(data: &Json) -> String {
+    if let Some(content) = mcp_content::read_content(data) {
+        return content.text;
+    }
     let text = data.text();
     // Only a document that starts like a string is decoded as one.
     let decoded =

@@ -28,6 +28,7 @@ fn answer_in(format: CallFormat, ok: bool) -> Value {
         error: (!ok).then_some(&fault),
         metrics,
         pending: None,
+        media: &[],
     };
     answer_message(format, Some("call_0"), &answer).to_value()
 }

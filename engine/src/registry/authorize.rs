@@ -110,7 +110,8 @@ impl Catalog {
 
     /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
     /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
-    /// operator allowed. The tools that hand work to agents are listed in projects with agents.
+    /// operator allowed; lists for models add it, because digests refer to it. The tools that hand
+    /// work to agents are listed in projects with agents.
     pub(crate) fn is_listed(&self, caller: &Caller, entry: &CatalogEntry) -> bool {
         if entry.definition.executor == Executor::INTERNAL && !self.has_agents(&caller.project) {
             return false;

@@ -5,32 +5,41 @@
 //!
 //! | result | digest |
 //! |---|---|
-//! | text | its head, its tail, the most relevant lines between them |
-//! | a table | its columns, the number of rows, some of them |
-//! | other JSON | its shape, counts, the first items of each long array |
+//! | text | its kind and the facts of that kind, its head, its tail, the most relevant lines |
+//! | a table | its columns, the number of rows, figures about all rows, the most relevant rows |
+//! | other JSON | its shape, counts, the members that match the query, the first items of arrays |
+//! | binary data | its type and size |
 //!
 //! An object that wraps one long text or one table is digested as that text or table. So is an
-//! array in which one item makes up most of the document, as in the results of MCP servers. The
-//! document is scanned once and not parsed into a tree, so a digest needs little memory beyond the
-//! result itself.
+//! array in which one item makes up most of the document, as in the results of MCP servers, and a
+//! text that holds JSON or CSV. The document is not parsed into a tree, so a digest needs little
+//! memory beyond the result itself.
 
+mod binary;
+mod columns;
+mod html;
 mod json;
+mod matches;
+mod query;
 mod sampling;
 mod shape;
 mod table;
 mod text;
+mod text_kind;
 
 #[cfg(test)]
 mod tests;
-use std::borrow::Cow;
-
-use sampling::{SampleNode, SampleObject, sample_document};
-use table::Table;
+use query::KeywordMatcher;
+use sampling::{SampleArray, SampleNode, SampleObject, sample_document};
+use table::TableView;
+use text_kind::TextKind;
 
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::decode_string;
-use crate::results::slice::escape_key;
+use crate::results::mcp_content::without_media;
+use crate::results::pointer::{embedded_json, escape_key};
+use crate::results::rows::{RowLayout, RowTable};
 use crate::results::tokens;
 
 /// From this budget on, a digest always states the size of the result, the call it belongs to, and
@@ -55,7 +64,8 @@ pub struct DigestSource<'a> {
     pub call_id: &'a CallId,
     /// Name of the tool that produced the result.
     pub tool: &'a str,
-    /// The question or the call's arguments. Their words make a part of the result relevant.
+    /// The question or the call's arguments. Their words make a part of the result relevant, be it
+    /// a line, a row or a member.
     pub hint: Option<&'a str>,
 }
 
@@ -72,54 +82,234 @@ pub struct Digest {
 
 /// Returns a digest of a result that exceeds the budget, or `None` if the result fits unchanged.
 pub fn digest(data: &Json, budget_tokens: usize, source: &DigestSource<'_>) -> Option<Digest> {
-    let whole = data.text();
-    if !tokens::exceeds(whole, budget_tokens) {
+    let bytes = data.text().len();
+    // Media and repeated structures of an MCP result are no text for a model.
+    let envelope = tokens::exceeds(data.text(), budget_tokens).then(|| without_media(data));
+    let envelope = envelope.flatten();
+    let whole = envelope.as_ref().unwrap_or(data).text();
+    if !tokens::exceeds(whole, budget_tokens) && envelope.is_none() {
         return None;
     }
-    let root = sample_document(whole, budget_tokens.saturating_mul(4).min(MAX_VALUES));
-    let content = MainContent::find(&root);
-    let note = content.header(whole.len(), budget_tokens, source);
-    let mut body_budget = budget_tokens.saturating_sub(tokens::count(&note) + 1);
-    let mut text = note.clone();
-    // The parts may tokenize differently when they are joined than alone.
-    for _ in 0..4 {
-        let body = content.body(&root, source, body_budget);
-        let both = format!("{note}\n{body}");
-        if !body.is_empty() && !tokens::exceeds(&both, budget_tokens) {
-            text = both;
-            break;
+    let request = DigestRequest { source, bytes, budget: budget_tokens };
+    let text = request.render(whole, "", "");
+    Some(Digest { tokens: tokens::count(&text), text, whole_bytes: bytes })
+}
+
+/// The properties of a digest that hold for every part of its document.
+struct DigestRequest<'s> {
+    source: &'s DigestSource<'s>,
+    /// Size of the whole result.
+    bytes: usize,
+    budget: usize,
+}
+
+impl DigestRequest<'_> {
+    /// Renders a document: the result, or a text within it that holds JSON. `pointer` is its
+    /// location, `around` describes the result around it.
+    fn render(&self, json: &str, pointer: &str, around: &str) -> String {
+        let root = sample_document(json, self.budget.saturating_mul(4).min(MAX_VALUES));
+        let content = MainContent::find(&root, pointer);
+        let around = match content.written().filter(|_| !is_plain_envelope(&root)) {
+            Some(main) => {
+                let matches = self.matches_around(json, main, pointer);
+                format!("{around}{}{matches}", enclosing_line(&root, self.budget / 8))
+            }
+            None => around.to_owned(),
+        };
+        match content {
+            MainContent::Text { pointer, written } => {
+                self.render_text(&decode_string(written), &pointer, &around)
+            }
+            MainContent::Table(table, _) => {
+                let words = KeywordMatcher::for_data(self.source.hint);
+                match TableView::new(&table, &words) {
+                    Some(view) => self.render_table(&table, &view, "a table", &around),
+                    None => self.render_json(json, &root, pointer, &around),
+                }
+            }
+            MainContent::Json => self.render_json(json, &root, pointer, &around),
         }
-        body_budget = body_budget.saturating_sub(4);
     }
-    Some(Digest { tokens: tokens::count(&text), text, whole_bytes: whole.len() })
+
+    /// Renders the members around the main content that match the query.
+    fn matches_around(&self, json: &str, main: &str, pointer: &str) -> String {
+        let words = KeywordMatcher::for_data(self.source.hint);
+        let begin = (main.as_ptr() as usize).checked_sub(json.as_ptr() as usize);
+        let (Some(begin), true) = (begin, words.has_query()) else { return String::new() };
+        let (before, behind) = (json.get(..begin), json.get(begin + main.len()..));
+        let (Some(before), Some(behind)) = (before, behind) else { return String::new() };
+        let rest = format!("{before}null{behind}");
+        json::render_matches(&rest, pointer, &words, self.budget / 8)
+    }
+
+    fn render_text(&self, text: &str, pointer: &str, around: &str) -> String {
+        if let Some(json) = embedded_json(text) {
+            return self.render(json, pointer, around);
+        }
+        if let Some(table) = RowTable::find_in_plain_text(text, pointer) {
+            let words = KeywordMatcher::for_data(self.source.hint);
+            if let Some(view) = TableView::new(&table, &words) {
+                let kind = match table.layout {
+                    RowLayout::Csv { .. } => "CSV, a table",
+                    _ => "lines of JSON, a table",
+                };
+                return self.render_table(&table, &view, kind, around);
+            }
+        }
+        let kind = TextKind::detect(text);
+        let lines = text::line_count(text);
+        let part = read_arguments_example(pointer, 100);
+        let note = self.header(&kind.describe(lines), &part, matches!(kind, TextKind::Plain));
+        let words = KeywordMatcher::new(self.source.hint);
+        let left = self.budget.saturating_sub(tokens::count(&note) + 1);
+        let around = if tokens::exceeds(around, left / 3) { "" } else { around };
+        let facts = kind.facts(text, left.saturating_sub(tokens::count(around)) * 2 / 5);
+        self.assemble(&note, |budget| {
+            let budget = budget.saturating_sub(tokens::count(around));
+            let rest = budget.saturating_sub(tokens::count(&facts));
+            let body = match &kind {
+                TextKind::Html(page) => {
+                    text::render(&page.text, &words, rest, Some(&page.source_lines))
+                }
+                TextKind::Binary(content) => content
+                    .decoded_text
+                    .as_deref()
+                    .map_or_else(String::new, |decoded| text::render(decoded, &words, rest, None)),
+                _ => text::render(text, &words, rest, None),
+            };
+            format!("{around}{facts}{body}")
+        })
+    }
+
+    fn render_table(
+        &self,
+        table: &RowTable<'_>,
+        view: &TableView<'_>,
+        kind: &str,
+        around: &str,
+    ) -> String {
+        let part = read_arguments_example(&table.pointer, 20);
+        let note = self.header(&format!("{kind} of {} rows", view.count()), &part, false);
+        self.assemble(&note, |budget| {
+            let around = if tokens::exceeds(around, budget / 5) { "" } else { around };
+            let rest = budget.saturating_sub(tokens::count(around));
+            format!("{around}{}", view.render(rest))
+        })
+    }
+
+    fn render_json(
+        &self,
+        json: &str,
+        root: &SampleNode<'_>,
+        pointer: &str,
+        around: &str,
+    ) -> String {
+        let note = self.header("JSON", r#","pointer":"/…""#, false);
+        let words = KeywordMatcher::for_data(self.source.hint);
+        self.assemble(&note, |budget| {
+            let around = if tokens::exceeds(around, budget / 5) { "" } else { around };
+            let rest = budget.saturating_sub(tokens::count(around));
+            let document = json::JsonDocument { root, text: json, pointer };
+            format!("{around}{}", json::render(&document, &words, rest))
+        })
+    }
+
+    /// Joins the header and the body within the budget.
+    fn assemble(&self, note: &str, body: impl Fn(usize) -> String) -> String {
+        let mut body_budget = self.budget.saturating_sub(tokens::count(note) + 1);
+        // The parts may tokenize differently when they are joined than alone.
+        for _ in 0..4 {
+            let body = body(body_budget);
+            let both = format!("{note}\n{body}");
+            if !body.is_empty() && !tokens::exceeds(&both, self.budget) {
+                return both;
+            }
+            body_budget = body_budget.saturating_sub(4);
+        }
+        note.to_owned()
+    }
+
+    /// Returns the header that states the omission and how to read the rest, in the longest form
+    /// that fits.
+    fn header(&self, kind: &str, part: &str, is_plain_text: bool) -> String {
+        let DigestSource { call_id, tool, .. } = self.source;
+        let (bytes, budget) = (self.bytes, self.budget);
+        let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
+        let query = match kind.contains("table") {
+            true => {
+                concat!(
+                    r#"search it with "grep", or query its rows with "where", "select", "#,
+                    r#""aggregate", "group_by""#
+                )
+            }
+            false => r#"or search it with "grep""#,
+        };
+        let candidates = [
+            format!(
+                "[digest of {tool}: {kind}, {bytes} bytes; parts are omitted, the full result is \
+                 stored. Read any part: {call}{part}}}, {query}]"
+            ),
+            format!("[digest: {kind}, {bytes} bytes; parts omitted. Read them: {call}{part}}}]"),
+            format!("[{bytes} bytes, parts omitted. Read them: {call}}}]"),
+            format!("[omitted: result.read {call_id}]"),
+            "[omitted]".to_owned(),
+            "…".to_owned(),
+        ];
+        // With a small budget, the header takes only part of it as long as a shorter form exists:
+        // the content needs the room.
+        let share = |n: usize| match (n, is_plain_text) {
+            (0, true) => budget * 2 / 5,
+            (0, false) => budget / 4,
+            (1, _) => budget / 2,
+            _ => budget * 2 / 3,
+        };
+        let fits = |(n, candidate): &(usize, String)| {
+            let tokens = tokens::count(candidate);
+            tokens <= budget && (tokens <= share(*n) || tokens <= MIN_BUDGET / 2)
+        };
+        let found = candidates.into_iter().enumerate().find(fits);
+        found.map(|(_, candidate)| candidate).unwrap_or_default()
+    }
 }
 
 /// The main content of a result, and its location.
-enum MainContent<'n, 'a> {
-    Text { pointer: String, text: Cow<'a, str>, lines: usize },
-    Table { pointer: String, table: Table<'n, 'a> },
+enum MainContent<'a> {
+    /// A text, as raw JSON.
+    Text {
+        pointer: String,
+        written: &'a str,
+    },
+    /// A table, and its raw JSON.
+    Table(RowTable<'a>, &'a str),
     Json,
 }
 
-impl<'n, 'a> MainContent<'n, 'a> {
+impl<'a> MainContent<'a> {
+    /// Returns the raw JSON of the content, if it is a part of the document.
+    fn written(&self) -> Option<&'a str> {
+        match self {
+            Self::Text { written, .. } | Self::Table(_, written) => Some(written),
+            Self::Json => None,
+        }
+    }
+
     /// Descends to the value that makes up most of the document.
-    fn find(root: &'n SampleNode<'a>) -> Self {
+    fn find(root: &SampleNode<'a>, pointer: &str) -> Self {
         let (mut node, mut container, mut pointer): (_, Option<&SampleObject<'a>>, _) =
-            (root, None, String::new());
+            (root, None, pointer.to_owned());
         loop {
             match node {
                 SampleNode::Text(written) => {
-                    let text = decode_string(written);
-                    let lines = text::line_count(&text);
-                    return Self::Text { pointer, text, lines };
+                    return Self::Text { pointer, written };
                 }
                 SampleNode::Array(list) => {
                     // Next to a table that is almost the whole document, other items need no room.
                     let nearly_all = list.bytes > root.bytes() / 10 * 9;
-                    if let Some(table) =
-                        nearly_all.then(|| Table::detect(list, container)).flatten()
-                    {
-                        return Self::Table { pointer, table };
+                    if nearly_all && is_row_list(list) {
+                        let container = container.map(|map| map.written);
+                        if let Some(table) = RowTable::find(list.written, container, &pointer) {
+                            return Self::Table(table, list.written);
+                        }
                     }
                     let heaviest = list.sampled_items().max_by_key(|(_, item)| item.bytes());
                     let dominant = heaviest.filter(|(_, item)| item.bytes() > list.bytes / 10 * 7);
@@ -130,80 +320,62 @@ impl<'n, 'a> MainContent<'n, 'a> {
                 SampleNode::Object(map) => {
                     let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());
                     let dominant = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
-                    let Some((key, value)) = dominant else { return Self::Json };
-                    pointer = format!("{pointer}/{}", escape_key(&decode_string(key)));
-                    (node, container) = (value, Some(map));
+                    if let Some((key, value)) = dominant {
+                        pointer = format!("{pointer}/{}", escape_key(&decode_string(key)));
+                        (node, container) = (value, Some(map));
+                        continue;
+                    }
+                    let is_record = |value: &SampleNode<'_>| matches!(value, SampleNode::Object(_));
+                    let nearly_all = map.bytes > root.bytes() / 10 * 9;
+                    if nearly_all
+                        && map.count >= 2 * table::LEAST_ROWS
+                        && map.entries.iter().all(|(_, value)| is_record(value))
+                    {
+                        let (text, layout) = (map.written.into(), RowLayout::Entries);
+                        let table = RowTable { pointer, text, layout };
+                        return Self::Table(table, map.written);
+                    }
+                    return Self::Json;
                 }
                 SampleNode::Scalar(_) => return Self::Json,
             }
         }
     }
+}
 
-    /// Returns the header that states the omission and how to read the rest, in the longest form
-    /// that fits.
-    fn header(&self, bytes: usize, budget: usize, source: &DigestSource<'_>) -> String {
-        let DigestSource { call_id, tool, .. } = source;
-        let (kind, part) = match self {
-            Self::Text { pointer, lines, .. } => {
-                (format!("{lines} lines of text"), read_arguments_example(pointer, 100))
-            }
-            Self::Table { pointer, table } => {
-                (format!("a table of {} rows", table.count), read_arguments_example(pointer, 20))
-            }
-            Self::Json => ("JSON".to_owned(), r#","pointer":"/…""#.to_owned()),
-        };
-        let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
-        let candidates = [
-            format!(
-                "[digest of {tool}: {kind}, {bytes} bytes; parts are omitted, the full result is \
-                 stored. Read any part: {call}{part}}}, or search it with \"grep\"]"
-            ),
-            format!("[digest: {kind}, {bytes} bytes; parts omitted. Read them: {call}{part}}}]"),
-            format!("[{bytes} bytes, parts omitted. Read them: {call}}}]"),
-            format!("[omitted: result.read {call_id}]"),
-            "[omitted]".to_owned(),
-            "…".to_owned(),
-        ];
-        // With a small budget, the header takes only part of it as long as a shorter form exists.
-        // For text that part is smaller while the header remains complete, because the relevant
-        // line needs the room.
-        let fits = |(n, candidate): &(usize, String)| {
-            let small = matches!(self, Self::Text { .. }) && *n < 2;
-            let part = if small { budget / 2 } else { budget * 2 / 3 };
-            let tokens = tokens::count(candidate);
-            tokens <= budget && (tokens <= part || tokens <= MIN_BUDGET / 2)
-        };
-        candidates
-            .into_iter()
-            .enumerate()
-            .find(fits)
-            .map(|(_, candidate)| candidate)
-            .unwrap_or_default()
+/// Returns whether an array looks like the rows of a table.
+fn is_row_list(list: &SampleArray<'_>) -> bool {
+    let is_object = |item: &SampleNode<'_>| matches!(item, SampleNode::Object(_));
+    let width = |item: &SampleNode<'_>| match item {
+        SampleNode::Array(row) => Some(row.count),
+        _ => None,
+    };
+    let mut items = list.sampled_items().map(|(_, item)| item);
+    if list.count < table::LEAST_ROWS || list.head.len() < 2 {
+        return false;
     }
-
-    fn body(&self, root: &SampleNode<'a>, source: &DigestSource<'_>, budget: usize) -> String {
-        match self {
-            Self::Text { pointer, text, .. } => {
-                let around = if pointer.is_empty() {
-                    String::new()
-                } else {
-                    enclosing_line(root, budget / 5)
-                };
-                let rest = budget.saturating_sub(tokens::count(&around));
-                around + &text::render(text, source.hint, rest)
-            }
-            Self::Table { pointer, table } => {
-                let around = if pointer.is_empty() {
-                    String::new()
-                } else {
-                    enclosing_line(root, budget / 5)
-                };
-                let rest = budget.saturating_sub(tokens::count(&around));
-                around + &table.render(pointer, rest)
-            }
-            Self::Json => json::render(root, budget),
+    match items.next() {
+        Some(SampleNode::Object(_)) => items.all(is_object),
+        Some(first @ SampleNode::Array(_)) => {
+            width(first) != Some(0) && items.all(|item| width(item) == width(first))
         }
+        _ => false,
     }
+}
+
+/// Returns whether a document is an MCP result with one part, which has nothing else to say.
+fn is_plain_envelope(root: &SampleNode<'_>) -> bool {
+    let SampleNode::Object(map) = root else { return false };
+    let is_known = |key: &str| {
+        let known = ["\"content\"", "\"isError\"", "\"_meta\"", "\"resultType\""];
+        known.contains(&key) || key == "\"structuredContent\""
+    };
+    let has_one_part = |value: &SampleNode<'_>| match value {
+        SampleNode::Array(parts) => parts.count == 1,
+        _ => false,
+    };
+    map.entries.iter().all(|(key, _)| is_known(key))
+        && map.entries.iter().any(|(key, value)| *key == "\"content\"" && has_one_part(value))
 }
 
 /// Returns example arguments for `result.read`.
@@ -217,6 +389,9 @@ fn read_arguments_example(pointer: &str, limit: usize) -> String {
 
 /// Renders the object that encloses the main content, in one line.
 fn enclosing_line(root: &SampleNode<'_>, budget: usize) -> String {
+    if matches!(root, SampleNode::Text(_) | SampleNode::Scalar(_)) {
+        return String::new();
+    }
     let around = json::render_enclosing(root, budget.saturating_sub(1));
     if around.is_empty() { around } else { around + "\n" }
 }

@@ -2,18 +2,25 @@
 //!
 //! A JSON pointer (RFC 6901) selects a value. The value has members: the items of an array, the
 //! entries of an object, or the lines of a text. Members are returned from an offset, up to a limit
-//! and a maximum size; the answer states the total and the next offset. The result is not parsed
-//! into a tree, so reading a small slice of a large result is cheap.
+//! and a maximum size; the answer states the total and the next offset. The rows of a table can be
+//! filtered and aggregated. The result is not parsed into a tree, so reading a small slice of a
+//! large result is cheap.
 
-mod pointer;
+mod row_query;
 mod search;
-use serde_json::{Value, json};
 
-use crate::domain::fault::{Code, Fault};
+use std::borrow::Cow;
+
+use serde_json::Value;
+
+use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+pub(crate) use crate::results::pointer::invalid_field;
+use crate::results::pointer::{self, SelectedValue, escape_key};
+use crate::results::rows::RowTable;
 use crate::results::text_lines::bounded_lines;
-pub(crate) use pointer::escape_key;
+pub use row_query::{Aggregate, AggregateOperation, Comparison, RowCondition, RowQuery};
 
 /// Number of members returned if the query sets no limit.
 pub const DEFAULT_LIMIT: u64 = 100;
@@ -33,6 +40,8 @@ pub struct SliceQuery {
     pub limit: Option<u64>,
     /// A regular expression; only matching members are returned.
     pub grep: Option<String>,
+    /// A query over the rows of the table at the pointer, or of the largest table inside it.
+    pub rows: RowQuery,
 }
 
 /// A slice of a result.
@@ -78,6 +87,15 @@ pub enum SliceContent {
         /// JSON pointer of the member.
         pointer: String,
     },
+    /// The rows or figures that a query over a table returns.
+    Rows {
+        /// An array of rows or groups, or one object of figures.
+        value: Json,
+        /// Number of each row within the table.
+        row_numbers: Vec<usize>,
+        /// Number of rows that meet the conditions.
+        matched: usize,
+    },
 }
 
 /// One member that matches the pattern.
@@ -93,14 +111,6 @@ pub struct GrepMatch {
     pub is_truncated: bool,
 }
 
-/// Returns a fault for an invalid field of a query.
-pub(crate) fn invalid_field(field: &str, message: String) -> Fault {
-    let problem = json!({ "pointer": format!("/{field}"), "message": message });
-    Fault::new(Code::ValidationError, message)
-        .with_detail(json!({ "field": field, "problems": [problem] }))
-        .without_side_effect()
-}
-
 /// Reads a slice of a result, with a size of about `max_bytes` at most.
 pub fn read_slice(data: &Json, part: &SliceQuery, max_bytes: usize) -> Result<Slice, Fault> {
     let limit = part.limit.unwrap_or(DEFAULT_LIMIT);
@@ -110,17 +120,26 @@ pub fn read_slice(data: &Json, part: &SliceQuery, max_bytes: usize) -> Result<Sl
     let offset = usize::try_from(part.offset)
         .map_err(|_| invalid_field("offset", "offset is larger than any result".into()))?;
     let pattern = part.grep.as_deref().map(search::compile).transpose()?;
-    let cursor = pointer::resolve_pointer(data.text(), &part.pointer)?;
-    let written = { cursor }.read_value();
+    let SelectedValue { written, container } =
+        pointer::resolve_pointer(data.text(), &part.pointer)?;
     let mut take =
         MemberWindow { offset, limit: limit as usize, max_bytes, ..MemberWindow::default() };
-    let (total, content) = match pattern {
-        Some(pattern) => search::grep_members(written, &part.pointer, &pattern, &mut take),
-        None => read_members(written, &part.pointer, &mut take),
+    let mut pointer = Cow::Borrowed(&part.pointer);
+    let (total, content) = match &pattern {
+        _ if !part.rows.is_empty() => {
+            let table = RowTable::find(&written, container.as_deref(), &part.pointer)
+                .ok_or_else(|| no_table_fault(&written, &part.pointer))?;
+            pointer = Cow::Owned(table.pointer.clone());
+            let (rows, content) =
+                row_query::query_rows(&table, &part.rows, pattern.as_ref(), &mut take)?;
+            (Some(rows), content)
+        }
+        Some(pattern) => search::grep_members(&written, &part.pointer, pattern, &mut take),
+        None => read_members(&written, &part.pointer, &mut take),
     };
     Ok(Slice {
-        pointer: part.pointer.clone(),
-        kind: cursor.kind(),
+        pointer: pointer.into_owned(),
+        kind: JsonKind::of(&written),
         bytes: written.len(),
         total,
         offset,
@@ -129,6 +148,16 @@ pub fn read_slice(data: &Json, part: &SliceQuery, max_bytes: usize) -> Result<Sl
         truncated: take.is_full,
         content,
     })
+}
+
+/// Returns the fault for a query over rows where there is no table.
+fn no_table_fault(written: &str, pointer: &str) -> Fault {
+    let kind = JsonKind::of(written).as_str();
+    let message = format!(
+        "pointer: where, select, aggregate and group_by need a table: an array of objects, rows \
+         with columns, or CSV; there is none in the {kind} at {pointer:?}"
+    );
+    invalid_field("pointer", message)
 }
 
 /// Counts members as they are visited and decides which of them to include.

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::{Caller, Role};
@@ -15,8 +15,10 @@ use crate::domain::json::Json;
 use crate::domain::tool::{Effect, Risk};
 use crate::ports::fn_tool::{FnTool, ToolContext};
 use crate::registry::catalog::RESULT_READ;
-use crate::results::slice::{self, Slice, SliceContent, SliceQuery};
-use crate::results::{digest, tokens};
+use crate::results::slice::{
+    self, Aggregate, AggregateOperation, RowQuery, Slice, SliceContent, SliceQuery,
+};
+use crate::results::{digest, mcp_content, tokens};
 use crate::runs::Runs;
 
 /// Maximum size of one slice.
@@ -84,6 +86,15 @@ impl Runs {
             let hint = hint.as_deref().unwrap_or(call.args.text());
             let (call_id, tool) = (&call.id, call.tool_name.as_str());
             let source = digest::DigestSource { call_id, tool, hint: Some(hint) };
+            if !tokens::exceeds(data.text(), budget_tokens) {
+                return ResultForModel::Whole { tokens: tokens::count(data.text()), data };
+            }
+            let content = mcp_content::read_content(&data);
+            if let Some(content) = content
+                && !tokens::exceeds(&content.text, budget_tokens)
+            {
+                return ResultForModel::Text(content.text);
+            }
             match digest::digest(&data, budget_tokens, &source) {
                 Some(digest) => ResultForModel::Digest(digest),
                 None => ResultForModel::Whole { tokens: tokens::count(data.text()), data },
@@ -107,6 +118,8 @@ pub enum ResultForModel {
         /// Number of tokens of the result.
         tokens: usize,
     },
+    /// The texts of an MCP result, which fit the budget without its envelope and its media.
+    Text(String),
     /// A shortened form: the whole result exceeds the budget.
     Digest(digest::Digest),
 }
@@ -194,6 +207,75 @@ struct ResultReadArgs {
     #[serde(default)]
     #[schemars(length(max = 1000))]
     grep: Option<String>,
+    /// Conditions on the rows of a table, array of objects or CSV: {"status": "open", "sum":
+    /// {"gt": 10}}; comparisons: gt, gte, lt, lte, ne, contains
+    #[serde(default, rename = "where")]
+    conditions: Option<Map<String, Value>>,
+    /// Columns of the rows to return
+    #[serde(default)]
+    select: Option<Vec<String>>,
+    /// Figures over the rows in place of the rows
+    #[serde(default)]
+    aggregate: Option<Vec<AggregateArgs>>,
+    /// Columns that group the figures; the group with the greatest first figure comes first
+    #[serde(default)]
+    group_by: Option<Vec<String>>,
+}
+
+/// One figure.
+#[derive(Debug, Clone, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct AggregateArgs {
+    op: AggregateWord,
+    /// The column; count works without one
+    #[serde(default)]
+    column: Option<String>,
+}
+
+/// The operation of a figure.
+#[derive(Debug, Clone, Copy, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum AggregateWord {
+    Count,
+    Sum,
+    Min,
+    Max,
+    Avg,
+}
+
+impl From<AggregateWord> for AggregateOperation {
+    fn from(word: AggregateWord) -> Self {
+        match word {
+            AggregateWord::Count => Self::Count,
+            AggregateWord::Sum => Self::Sum,
+            AggregateWord::Min => Self::Min,
+            AggregateWord::Max => Self::Max,
+            AggregateWord::Avg => Self::Avg,
+        }
+    }
+}
+
+impl ResultReadArgs {
+    fn to_slice_query(&self) -> Result<SliceQuery, Fault> {
+        let mut rows = RowQuery {
+            select: self.select.clone().unwrap_or_default(),
+            group_by: self.group_by.clone().unwrap_or_default(),
+            ..RowQuery::default()
+        };
+        for AggregateArgs { op, column } in self.aggregate.iter().flatten().cloned() {
+            rows.aggregates.push(Aggregate::new(op.into(), column)?);
+        }
+        if let Some(conditions) = &self.conditions {
+            rows.add_conditions(conditions)?;
+        }
+        Ok(SliceQuery {
+            pointer: self.pointer.clone().unwrap_or_default(),
+            offset: self.offset.unwrap_or_default(),
+            limit: self.limit,
+            grep: self.grep.clone().filter(|grep| !grep.is_empty()),
+            rows,
+        })
+    }
 }
 
 /// The slice that was read.
@@ -220,9 +302,12 @@ struct ResultReadOutput {
     /// With grep: the matches
     #[serde(skip_serializing_if = "Option::is_none")]
     matches: Option<Vec<ResultReadMatch>>,
-    /// With grep: total number of matches
+    /// With grep or where: total number of matches
     #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<usize>,
+    /// With where or select: the number of each row, for a pointer such as /rows/10
+    #[serde(skip_serializing_if = "Option::is_none")]
+    row_numbers: Option<Vec<usize>>,
     /// The first part of a value that is too long by itself; read it at next_pointer
     #[serde(skip_serializing_if = "Option::is_none")]
     beginning: Option<String>,
@@ -258,6 +343,7 @@ impl From<Slice> for ResultReadOutput {
             value: None,
             matches: None,
             matched: None,
+            row_numbers: None,
             beginning: None,
             next_pointer: None,
         };
@@ -277,6 +363,11 @@ impl From<Slice> for ResultReadOutput {
                 answer.beginning = Some(text);
                 answer.next_pointer = Some(pointer);
             }
+            SliceContent::Rows { value, row_numbers, matched } => {
+                answer.value = Some(value);
+                answer.row_numbers = Some(row_numbers).filter(|numbers| !numbers.is_empty());
+                answer.matched = Some(matched);
+            }
         }
         answer
     }
@@ -286,7 +377,9 @@ impl From<Slice> for ResultReadOutput {
 pub(crate) fn result_read_tool(handle: RunsHandle) -> FnTool {
     let description = "Reads a part of the result of an earlier tool call that a digest omits. \
                        Name the part with pointer (/rows/10), page with offset and limit, or \
-                       search with grep (a regular expression).";
+                       search with grep (a regular expression). For tables, arrays of objects \
+                       and CSV: filter rows with where, choose columns with select, compute \
+                       with aggregate and group_by instead of reading all rows.";
     let function = move |args: ResultReadArgs, context: ToolContext| {
         let runs = handle.get().and_then(Weak::upgrade);
         async move {
@@ -316,15 +409,10 @@ async fn execute_result_read(
         attributes: context.attributes.clone(),
         ..Caller::new(project, agent, Role::Agent, context.auth_method)
     };
+    let part = args.to_slice_query()?;
     let mut max_bytes = MAX_TOOL_BYTES;
     loop {
-        let part = SliceQuery {
-            pointer: args.pointer.clone().unwrap_or_default(),
-            offset: args.offset.unwrap_or_default(),
-            limit: args.limit,
-            grep: args.grep.clone().filter(|grep| !grep.is_empty()),
-        };
-        let slice = runs.read_slice(&caller, &id, part, max_bytes).await;
+        let slice = runs.read_slice(&caller, &id, part.clone(), max_bytes).await;
         let slice = slice.map_err(|error| match error {
             Error::Refused { fault, .. } => fault,
             Error::Internal(_) => Fault::new(Code::Internal, "the result cannot be read"),

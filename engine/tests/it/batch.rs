@@ -2,6 +2,7 @@
 
 mod answers;
 mod later;
+mod media;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -12,6 +12,7 @@ mod clock_steps;
 mod context;
 mod credentials;
 mod delegation;
+mod digest_facts;
 mod engine;
 mod examples;
 mod limits;

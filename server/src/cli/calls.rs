@@ -24,6 +24,8 @@ Examples:
   toolcrib calls events tc_01K…
   toolcrib calls result tc_01K… --pointer /rows --offset 100 --limit 20
   toolcrib calls result tc_01K… --grep 'error|timeout'
+  toolcrib calls result tc_01K… --where '{\"status\":\"open\",\"sum\":{\"gt\":100}}' --select id,sum
+  toolcrib calls result tc_01K… --aggregate sum:amount,count --group-by city
   toolcrib calls answer tc_01K… name=Ada
   toolcrib calls cancel tc_01K… --reason 'no longer wanted'")]
 pub struct CallsArgs {
@@ -82,6 +84,18 @@ struct ReadResultArgs {
     /// Only items that match this regular expression
     #[arg(long, value_name = "REGEX")]
     grep: Option<String>,
+    /// Conditions on the rows of a table, as JSON: {"status":"open","sum":{"gt":10}}
+    #[arg(long = "where", value_name = "JSON")]
+    conditions: Option<String>,
+    /// Columns of the rows: id,name
+    #[arg(long, value_name = "COLUMNS")]
+    select: Option<String>,
+    /// Figures over the rows: count, sum:amount, min:…, max:…, avg:…
+    #[arg(long, value_name = "FIGURES")]
+    aggregate: Option<String>,
+    /// Columns that group the figures
+    #[arg(long, value_name = "COLUMNS")]
+    group_by: Option<String>,
     /// The tool's original result, if it did not match the output schema (for operators)
     #[arg(long)]
     raw: bool,
@@ -220,6 +234,10 @@ async fn print_result(
         .query("offset", args.offset)
         .query("limit", args.limit)
         .query("grep", args.grep)
+        .query("where", args.conditions)
+        .query("select", args.select)
+        .query("aggregate", args.aggregate)
+        .query("group_by", args.group_by)
         .query("raw", args.raw.then_some(true));
     let slice = context.client()?.request_json(request).await?;
     let output = context.output;

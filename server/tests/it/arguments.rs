@@ -144,7 +144,8 @@ async fn a_repeated_key_in_a_tool_call_of_an_mcp_client_is_refused() {
         let answer = client.send(client.request("tools/call", params).body(repeated)).await;
         let result = answer.result();
         assert_eq!(result["isError"], true, "{result}");
-        assert_eq!(result["structuredContent"]["error"]["code"], "VALIDATION_ERROR", "{result}");
+        let error = &result["_meta"]["toolcrib/error"];
+        assert_eq!(error["code"], "VALIDATION_ERROR", "{result}");
         assert!(result["content"][0]["text"].as_str().unwrap().contains("given twice"), "{result}");
     }
     assert_eq!(api.get("/v1/tool_calls").await.is(200)["tool_calls"], json!([]));

@@ -52,6 +52,74 @@ async fn slices_of_a_result_can_be_read() {
 }
 
 #[tokio::test]
+async fn rows_are_filtered_and_aggregated_over_http_and_by_the_tool() {
+    let server = Server::start().await;
+    let api = server.api();
+    let row = |n: usize| {
+        let status = if n % 10 == 3 { "past_due" } else { "paid" };
+        json!({ "id": n, "status": status, "amount": format!("{n}.10") })
+    };
+    let rows: Vec<Value> = (0..300).map(row).collect();
+    let id = make_call_with_result(&api, json!({ "page": 1, "invoices": rows })).await;
+    let found = read(
+        &api,
+        &id,
+        "where=%7B%22status%22:%22past_due%22,%22id%22:%7B%22gt%22:280%7D%7D&select=id,amount",
+    )
+    .await;
+    assert_eq!(
+        found["value"],
+        json!([{ "id": 283, "amount": "283.10" }, { "id": 293, "amount": "293.10" }])
+    );
+    assert_eq!((&found["matched"], &found["pointer"]), (&json!(2), &json!("/invoices")), "{found}");
+    assert_eq!(found["row_numbers"], json!([283, 293]));
+    let sums =
+        read(&api, &id, "pointer=/invoices&aggregate=sum:amount,count&group_by=status").await;
+    assert_eq!(
+        sums["value"][0],
+        json!({ "status": "paid", "sum(amount)": 40_437.0, "count": 270 })
+    );
+    assert_eq!(sums["total"], 300);
+
+    let args = json!({ "tool_call_id": id, "where": { "status": { "contains": "due" } },
+        "aggregate": [{ "op": "max", "column": "id" }, { "op": "count" }] });
+    let call = api.invoke("result.read", args).await;
+    let call = api.finished(&call).await;
+    assert_eq!(call["result"]["value"], json!({ "max(id)": 293, "count": 30 }), "{call}");
+
+    for (query, field) in [
+        ("where=status", "where"),
+        ("where=%7B%22state%22:1%7D", "where"),
+        ("where=%7B%22id%22:%7B%22like%22:1%7D%7D", "where"),
+        ("aggregate=median:id", "aggregate"),
+        ("aggregate=sum", "aggregate"),
+        ("select=id&aggregate=count", "select"),
+        ("pointer=/page&aggregate=count", "pointer"),
+        ("budget_tokens=100&group_by=status", "group_by"),
+    ] {
+        let answer = api.get(&format!("/v1/tool_calls/{id}/result?{query}")).await;
+        let error = answer.refused(422, "VALIDATION_ERROR");
+        assert_eq!(error["detail"]["field"], field, "{query}: {error}");
+    }
+    let answer = api.get(&format!("/v1/tool_calls/{id}/result?where=%7B%22state%22:1%7D")).await;
+    let error = answer.refused(422, "VALIDATION_ERROR");
+    assert_eq!(error["detail"]["columns"], json!(["amount", "id", "status"]), "{error}");
+}
+
+#[tokio::test]
+async fn the_query_steers_the_digest_of_a_table() {
+    let server = Server::start().await;
+    let api = server.api();
+    let row = |n: usize| json!({ "id": n, "owner": format!("owner {n}"), "price": 2_122.25 });
+    let rows: Vec<Value> = (0..2_000).map(row).collect();
+    let id = make_call_with_result(&api, json!(rows)).await;
+    let answer = read(&api, &id, "budget_tokens=250&query=price%20of%20owner%201377").await;
+    let text = answer["text"].as_str().unwrap();
+    assert!(text.contains("[1377,\"owner 1377\",2122.25]"), "{text}");
+    assert!(text.contains("sum 4244500.00"), "{text}");
+}
+
+#[tokio::test]
 async fn pages_of_a_large_result_add_up_to_the_whole() {
     let server = Server::start().await;
     let api = server.api();

@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use reqwest::header::HeaderMap;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
+use toolcrib::model_formats::MEDIA_MESSAGE_PREFIX;
 use toolcrib::ports::model::{Delta, DeltaListener, Model, ModelError, ModelRequest};
 
 use crate::models::endpoint_client::{
@@ -56,9 +57,16 @@ impl Model for OpenAiModel {
         prompt: &ModelRequest,
         listener: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
-        let body = self.request(prompt);
         let path = "/chat/completions";
-        let answer = self.client.post(path, HeaderMap::new(), KeyHeader::Bearer, body).await?;
+        let post =
+            async |body| self.client.post(path, HeaderMap::new(), KeyHeader::Bearer, body).await;
+        let answer = match (post(self.request(prompt)).await, without_tool_media(prompt)) {
+            // A model without vision refuses images of tools; the texts of the results remain.
+            (Err(error), Some(text_only)) if is_refused_request(&error) => {
+                post(self.request(&text_only)).await?
+            }
+            (answer, _) => answer?,
+        };
         let redactor = self.client.key_redactor(listener);
         let listener = |delta| redactor.push(delta);
         let reply = match answer.is_stream() {
@@ -67,6 +75,26 @@ impl Model for OpenAiModel {
         };
         Ok(redactor.finish(reply))
     }
+}
+
+/// Returns whether an endpoint refused the request itself.
+fn is_refused_request(error: &ModelError) -> bool {
+    let status = error.fault.detail.as_ref().map(|detail| &detail["http_status"]);
+    status.is_some_and(|status| *status == 400 || *status == 415 || *status == 422)
+}
+
+/// Returns the request without the messages that carry media of tool results; `None` if it has none.
+fn without_tool_media(prompt: &ModelRequest) -> Option<ModelRequest> {
+    let carries_media = |message: &Value| {
+        let text = message["content"][0]["text"].as_str();
+        message["role"] == "user" && text.is_some_and(|text| text.starts_with(MEDIA_MESSAGE_PREFIX))
+    };
+    if !prompt.messages.iter().any(carries_media) {
+        return None;
+    }
+    let mut text_only = prompt.clone();
+    text_only.messages.retain(|message| !carries_media(message));
+    Some(text_only)
 }
 
 /// Reads the reply of an endpoint that does not stream.

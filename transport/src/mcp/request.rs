@@ -40,7 +40,14 @@ impl ProtocolRevision {
 pub(super) struct McpClientInfo {
     pub(super) revision: ProtocolRevision,
     pub(super) capabilities: ClientCapabilities,
+    /// The name of the program, if it states one.
+    name: Option<String>,
 }
+
+/// Name of the Python SDK, which agent frameworks send unless they state their own.
+const PYTHON_SDK_NAME: &str = "mcp";
+/// The experimental capability of MCP clients that handle links to resources in results.
+const LINKS_CAPABILITY: &str = "toolcrib/resource_links";
 
 impl McpClientInfo {
     /// Reads them from the context of a request.
@@ -48,7 +55,18 @@ impl McpClientInfo {
         Self {
             revision: ProtocolRevision::from_context(context),
             capabilities: context.client_capabilities().unwrap_or_default(),
+            name: context.client_info().map(|client| client.name),
         }
+    }
+
+    /// Returns whether links to resources may be among the parts of a result. Some agent frameworks
+    /// fail at a part that they do not know, so only those MCP clients get links that declare it,
+    /// and those of 2026-07-28 that are no such framework.
+    pub(super) fn accepts_resource_links(&self) -> bool {
+        let experimental = self.capabilities.experimental.as_ref();
+        experimental.is_some_and(|declared| declared.contains_key(LINKS_CAPABILITY))
+            || self.revision == ProtocolRevision::Modern
+                && self.name.as_deref().is_some_and(|name| name != PYTHON_SDK_NAME)
     }
 
     /// Returns whether the MCP client can receive a task as the response.

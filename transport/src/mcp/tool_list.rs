@@ -191,6 +191,20 @@ impl ToolListCache {
     }
 }
 
+/// Returns the caller's tools, sorted by name, with the one that reads what a digest omits.
+fn listed_tools(engine: &Engine, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
+    let mut tools = engine.registry().tools(caller);
+    let index = tools.partition_point(|entry| entry.definition.name.as_str() < RESULT_READ);
+    let is_listed = tools.get(index).is_some_and(|entry| entry.definition.name == RESULT_READ);
+    if !tools.is_empty()
+        && !is_listed
+        && let Ok(reader) = engine.registry().tool(caller, RESULT_READ)
+    {
+        tools.insert(index, reader);
+    }
+    tools
+}
+
 fn build_list(
     engine: &Engine,
     caller: &Caller,
@@ -209,7 +223,7 @@ fn build_list(
         is_same.then(|| previous[index].clone())
     };
     let mut tools: Vec<ToolListEntry> = Vec::new();
-    for entry in engine.registry().tools(caller) {
+    for entry in listed_tools(engine, caller) {
         let fresh = || {
             Some(ToolListEntry::new(Some(entry.clone()), to_mcp_tool(&entry.shown_definition())?))
         };

@@ -7,9 +7,11 @@
 //! To add a field to tool results: a field of the results of stored calls goes into the `_meta`
 //! of [`with_call_meta`], under a name that begins with `toolcrib/`; a field of successes into
 //! [`success_result`], of failures into [`error_result`], of calls that have not ended into
-//! [`pending_result`]. The `structuredContent` of a success must match the output schema of the
-//! tool, so only its `_meta` has room. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md`
-//! describes the fields for users.
+//! [`pending_result`]. MCP clients check `structuredContent` against the output schema that they
+//! have seen, also in failures, and show nothing of a result that does not match: a failure or a
+//! ticket of such a tool has its fields in `_meta`, and a long result has a shortened structure
+//! that matches. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md` describes the fields
+//! for users.
 
 use std::sync::Arc;
 
@@ -24,9 +26,9 @@ use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
 use toolcrib::domain::tool::Effect;
 use toolcrib::registry::CatalogEntry;
-use toolcrib::results::{digest, tokens};
+use toolcrib::results::{digest, shorten, tokens};
 
-use super::request::ProtocolRevision;
+use super::request::{McpClientInfo, ProtocolRevision};
 
 /// Size of a result above which it is converted on a blocking thread.
 const BLOCKING_THRESHOLD_BYTES: usize = 64 << 10;
@@ -39,7 +41,7 @@ fn result_uri(id: &toolcrib::CallId) -> String {
 /// Returns the tool result of an ended call, in at most `budget` tokens of text.
 pub(super) async fn ended_call_result(
     call: &Arc<Call>,
-    tool: ResultFormat,
+    tool: &ResultFormat,
     budget: usize,
 ) -> CallToolResult {
     let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
@@ -47,20 +49,20 @@ pub(super) async fn ended_call_result(
         return from_ended_call(call, tool, budget);
     }
     // Converting a large result would block the async worker thread.
-    let full_call = call.clone();
-    match tokio::task::spawn_blocking(move || from_ended_call(&full_call, tool, budget)).await {
+    let (full_call, format) = (call.clone(), tool.clone());
+    match tokio::task::spawn_blocking(move || from_ended_call(&full_call, &format, budget)).await {
         Ok(result) => result,
         Err(_) => from_ended_call(call, tool, usize::MAX),
     }
 }
 
-fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolResult {
+fn from_ended_call(call: &Call, tool: &ResultFormat, budget: usize) -> CallToolResult {
     let outcome = call.outcome.as_ref();
     let data = outcome.and_then(|outcome| outcome.data.as_ref());
     let result = match (data, outcome.and_then(|outcome| outcome.error.as_ref())) {
         (_, Some(fault)) => {
             let is_unsafe = call.target.effect == Effect::Irreversible;
-            error_result(fault, Some(call.id.as_str()), is_unsafe)
+            typed_error_result(fault, Some(call.id.as_str()), is_unsafe, tool)
         }
         (Some(data), None) => success_result(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
@@ -83,28 +85,53 @@ pub(super) fn mark_joined(mut result: CallToolResult) -> CallToolResult {
 }
 
 /// Properties of the tool and the MCP client that decide how a result is written.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct ResultFormat {
     revision: ProtocolRevision,
-    /// True if the MCP client has seen an output schema for the structured result.
-    has_output_schema: bool,
+    /// The tool, if the MCP client has seen its output schema.
+    typed_tool: Option<Arc<CatalogEntry>>,
+    /// True if the MCP client handles links to resources.
+    has_links: bool,
 }
 
 impl ResultFormat {
     /// Returns the format for a tool. `tool` is `None` if the MCP client has seen no output schema:
     /// it called the tool through the catalogue, or asks `call.result`, which declares none.
-    pub(super) fn new(tool: Option<&CatalogEntry>, revision: ProtocolRevision) -> Self {
-        let schema =
-            tool.and_then(|tool| tool.definition.output_schema.as_ref()).map(|s| s.to_value());
-        let is_object = |schema: &Value| schema.get("type").is_some_and(|kind| kind == "object");
+    pub(super) fn new(tool: Option<&Arc<CatalogEntry>>, revision: ProtocolRevision) -> Self {
+        let is_object =
+            |schema: &Json| schema.to_value().get("type").is_some_and(|kind| kind == "object");
         // Legacy revisions list only object schemas.
-        let has_output_schema =
-            schema.is_some_and(|schema| revision == ProtocolRevision::Modern || is_object(&schema));
-        Self { revision, has_output_schema }
+        let has_seen_schema = |tool: &&Arc<CatalogEntry>| {
+            let schema = tool.definition.output_schema.as_ref();
+            schema.is_some_and(|schema| revision == ProtocolRevision::Modern || is_object(schema))
+        };
+        let has_links = revision == ProtocolRevision::Modern;
+        Self { revision, typed_tool: tool.filter(has_seen_schema).cloned(), has_links }
+    }
+
+    /// Adapts the format to an MCP client.
+    pub(super) fn for_client(self, client: &McpClientInfo) -> Self {
+        Self { has_links: client.accepts_resource_links(), ..self }
+    }
+
+    /// Returns whether the MCP client checks structured content.
+    fn is_typed(&self) -> bool {
+        self.typed_tool.is_some()
+    }
+
+    /// Returns a structure within the budget that matches the output schema, in place of one that
+    /// exceeds it. A structure that cannot be shortened stays whole, because the MCP client would
+    /// show nothing at all without it.
+    fn shorten_structure(&self, value: Value, note: &str, budget: usize) -> Option<Value> {
+        let tool = self.typed_tool.as_ref()?;
+        let schema = tool.output_schema.as_ref();
+        let is_valid =
+            |value: &Value| schema.is_none_or(|schema| schema.problems(value).is_empty());
+        Some(shorten::shorten_value(&value, note, budget, is_valid).unwrap_or(value))
     }
 }
 
-fn success_result(call: &Call, data: &Json, tool: ResultFormat, budget: usize) -> CallToolResult {
+fn success_result(call: &Call, data: &Json, tool: &ResultFormat, budget: usize) -> CallToolResult {
     let value = data.to_value();
     if call.target.traits.mcp_results
         && value.get("content").is_some_and(Value::is_array)
@@ -119,16 +146,39 @@ fn success_result(call: &Call, data: &Json, tool: ResultFormat, budget: usize) -
         _ => data.text().to_owned(),
     };
     if let Some(digest) = digest(call, data, budget) {
-        let content = vec![ContentBlock::text(digest), result_link(call, data.text().len())];
-        let mut result = CallToolResult::success(content);
-        // A tool with an output schema must return structured content, however long it is.
-        result.structured_content = tool.has_output_schema.then_some(value);
-        return result;
+        let note = read_note(call, data.text().len());
+        let mut result = CallToolResult::success(vec![ContentBlock::text(digest)]);
+        result.structured_content = tool.shorten_structure(value, &note, budget);
+        return with_result_link(result, call, tool, data.text().len());
     }
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
     // Legacy revisions allow only objects as structured content.
     let structured = tool.revision == ProtocolRevision::Modern || value.is_object();
     result.structured_content = structured.then_some(value);
+    result
+}
+
+/// Describes the omission for a reader who sees only the structure.
+fn read_note(call: &Call, bytes: usize) -> String {
+    let id = &call.id;
+    format!(
+        "shortened from {bytes} bytes; read the rest: result.read {{\"tool_call_id\":\"{id}\"}}"
+    )
+}
+
+/// Adds the address of the whole result: as a link for MCP clients that handle links, and in
+/// `_meta`.
+fn with_result_link(
+    mut result: CallToolResult,
+    call: &Call,
+    tool: &ResultFormat,
+    bytes: usize,
+) -> CallToolResult {
+    if tool.has_links {
+        result.content.push(result_link(call, bytes));
+    }
+    set_meta(&mut result, "toolcrib/result_uri", result_uri(&call.id).into());
+    set_meta(&mut result, "toolcrib/digest", true.into());
     result
 }
 
@@ -138,19 +188,18 @@ fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
     digest::digest(data, budget, &source).map(|digest| digest.text)
 }
 
-/// Replaces the text of an MCP result with a digest if its text blocks, or a structured content
-/// without an output schema, exceed the budget. Images and audio stay.
+/// Replaces the text of an MCP result with a digest if its text blocks or its structured content
+/// exceed the budget. Images and audio stay.
 fn digest_text_blocks(
     call: &Call,
     data: &Json,
-    tool: ResultFormat,
+    tool: &ResultFormat,
     budget: usize,
     mut result: CallToolResult,
 ) -> CallToolResult {
     let words: Vec<&str> = result.content.iter().filter_map(block_text).collect();
     let words = Json::from_value(&Value::String(words.join("\n")));
-    let structure = result.structured_content.as_ref().filter(|_| !tool.has_output_schema);
-    let structure = structure.map(Json::from_value);
+    let structure = result.structured_content.as_ref().map(Json::from_value);
     let exceeds_budget = |text: &Json| tokens::exceeds(text.text(), budget);
     let worded = exceeds_budget(&words);
     if !worded && !structure.as_ref().is_some_and(exceeds_budget) {
@@ -161,11 +210,11 @@ fn digest_text_blocks(
     let Some(digest) = digest(call, &strip_media(data, !worded), budget) else { return result };
     result.content.retain(|block| block_text(block).is_none());
     result.content.insert(0, ContentBlock::text(digest));
-    result.content.push(result_link(call, data.text().len()));
-    if !tool.has_output_schema {
-        result.structured_content = None;
-    }
-    result
+    let note = read_note(call, data.text().len());
+    let structure = result.structured_content.take();
+    let shortened = structure.map(|value| tool.shorten_structure(value, &note, budget));
+    result.structured_content = shortened.flatten();
+    with_result_link(result, call, tool, data.text().len())
 }
 
 /// Returns the text of a block that a model can read.
@@ -227,6 +276,7 @@ pub(super) fn error_result(
     if let Some(detail) = &fault.detail {
         error["detail"] = detail.clone();
     }
+    set_meta(&mut result, "toolcrib/error", error.clone());
     let mut structured = json!({ "error": error });
     if let Some(id) = call_id {
         structured["tool_call_id"] = id.into();
@@ -235,14 +285,38 @@ pub(super) fn error_result(
     result
 }
 
+/// Returns a failure of a tool. If the MCP client has seen an output schema, which the fault does
+/// not match, the fault is only in `_meta`.
+fn typed_error_result(
+    fault: &Fault,
+    call_id: Option<&str>,
+    is_irreversible: bool,
+    tool: &ResultFormat,
+) -> CallToolResult {
+    let mut result = error_result(fault, call_id, is_irreversible);
+    if tool.is_typed() {
+        result.structured_content = None;
+    }
+    result
+}
+
+/// Sets a field of `_meta`.
+fn set_meta(result: &mut CallToolResult, field: &str, value: Value) {
+    let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
+    meta.0.insert(field.to_owned(), value);
+}
+
 /// Returns a refused call as a text result if the model can act on it, otherwise as a protocol
 /// error.
-pub(super) fn refused_call_result(error: Error) -> Result<CallToolResult, ErrorData> {
+pub(super) fn refused_call_result(
+    error: Error,
+    tool: &ResultFormat,
+) -> Result<CallToolResult, ErrorData> {
     match error {
         Error::Refused { fault, .. } if fault.code == Code::ToolNotFound => {
             Err(ErrorData::invalid_params(fault.message, fault.detail))
         }
-        Error::Refused { fault, .. } => Ok(error_result(&fault, None, false)),
+        Error::Refused { fault, .. } => Ok(typed_error_result(&fault, None, false, tool)),
         internal @ Error::Internal(_) => Err(protocol_error(internal)),
     }
 }
@@ -271,7 +345,7 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 /// names the call id and how to get the result.
 pub(super) fn pending_result(
     call: &Call,
-    tool: ResultFormat,
+    tool: &ResultFormat,
     approval_link: Option<&str>,
 ) -> CallToolResult {
     let id = call.id.as_str();
@@ -305,12 +379,14 @@ pub(super) fn pending_result(
         ticket["approval_id"] = approval_id.into();
         ticket["link"] = approval_link.into();
     }
-    // An MCP client that has seen an output schema rejects a success that does not match it.
-    let mut result = match tool.has_output_schema {
+    // An MCP client that has seen an output schema rejects a success that does not match it, and
+    // any structured content that does not.
+    let mut result = match tool.is_typed() {
         true => CallToolResult::error(vec![ContentBlock::text(text)]),
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
     };
-    result.structured_content = Some(ticket);
+    set_meta(&mut result, "toolcrib/ticket", ticket.clone());
+    result.structured_content = (!tool.is_typed()).then_some(ticket);
     with_call_meta(result, call)
 }
 

@@ -12,6 +12,7 @@ use crate::model_formats::{
     self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
 };
 use crate::results::digest::{self, DigestSource};
+use crate::results::mcp_content::{self, MediaPart};
 use crate::results::tokens;
 
 /// State of an entry when the batch is answered.
@@ -55,7 +56,8 @@ pub struct BatchEntryResult {
 pub struct BatchAnswer {
     /// The results, in the order of the entries.
     pub results: Vec<BatchEntryResult>,
-    /// The same results as messages for the model, each in the format of its entry.
+    /// The same results as messages for the model, each in the format of its entry. In the chat
+    /// format, messages with the media of the results follow after them.
     pub messages: Vec<Json>,
     /// Each result as the [`EntryRenderer`] wrote it; empty if the batch had none.
     pub texts: Vec<String>,
@@ -244,6 +246,21 @@ impl BatchEntryResult {
         }
     }
 
+    /// Returns the images, recordings and files of the result.
+    fn media(&self) -> Vec<MediaPart> {
+        let data = self.data().filter(|_| self.form != CallFormat::Envelope);
+        let content = data.and_then(mcp_content::read_content);
+        content.map(|content| content.media).unwrap_or_default()
+    }
+
+    /// Returns the message with the media of the result, if the format needs one of its own.
+    pub(crate) fn media_message(&self) -> Option<Json> {
+        let is_separate = self.form == CallFormat::OpenAi;
+        let media = if is_separate { self.media() } else { return None };
+        let (tool, id) = (self.name.as_deref(), self.call_id.as_deref());
+        model_formats::media_message(tool.unwrap_or_default(), id.unwrap_or_default(), &media)
+    }
+
     pub(super) fn message(&self, content: &str) -> Json {
         let brief = self.error().filter(|_| self.is_digested);
         let brief = brief.map(|fault| fault_with_message_only(fault, content.to_owned()));
@@ -267,6 +284,7 @@ impl BatchEntryResult {
             error,
             metrics: self.metrics(),
             pending,
+            media: &self.media(),
         };
         model_formats::answer_message(self.form, self.call_id.as_deref(), &answer)
     }
@@ -289,12 +307,14 @@ impl BatchAnswer {
             messages.extend(message);
             texts.extend(text);
         }
+        let media: Vec<Json> = results.iter().filter_map(BatchEntryResult::media_message).collect();
         let Some(budget) = budget else {
+            messages.extend(media);
             return Ok(Self { results, messages, texts, deliveries: Vec::new() });
         };
         let (results, contents) = render_within_budget(budget, results).await?;
         let pairs = results.iter().zip(&contents);
-        let messages = pairs.map(|(entry, content)| entry.message(content)).collect();
+        let messages = pairs.map(|(entry, content)| entry.message(content)).chain(media).collect();
         let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
         Ok(Self { results, messages, texts, deliveries: Vec::new() })
     }

@@ -68,6 +68,11 @@ impl<'a> JsonCursor<'a> {
         self.at
     }
 
+    /// Returns the text between an earlier offset and the cursor.
+    pub fn text_since(&self, begin: usize) -> &'a str {
+        self.text.get(begin..self.at).unwrap_or_default()
+    }
+
     /// Returns the type of the next value.
     pub fn kind(&self) -> JsonKind {
         match self.byte() {

@@ -1,11 +1,26 @@
-//! Renders JSON in a digest: its shape, its counts, the first items of each long array, and
-//! truncated long strings.
+//! Renders JSON in a digest: its shape, its counts, the members that match the query, figures about
+//! its tables, the first items of each long array, and truncated long strings.
 
 use std::fmt::Write;
 
+use super::binary;
+use super::columns::TableProfile;
+use super::matches::find_matches;
+use super::query::KeywordMatcher;
 use super::shape::describe_shape;
 use super::{BYTES_PER_TOKEN, render_most_detailed, scale_down};
+use crate::domain::json::cursor::{JsonKind, decode_string};
 use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};
+use crate::results::pointer::escape_key;
+use crate::results::rows::{RowLayout, RowTable};
+use crate::results::tokens;
+
+/// Strings longer than this are examined for binary data.
+const MIN_BINARY_TEXT: usize = 200;
+/// Arrays of objects with fewer items need no figures.
+const LEAST_PROFILED_ROWS: usize = 8;
+/// Levels of a document whose arrays are described by figures.
+const PROFILED_DEPTH: usize = 4;
 
 /// Limits on the amount of detail in a rendering.
 #[derive(Debug, Clone, Copy)]
@@ -45,21 +60,133 @@ impl RenderLimits {
         }
     }
 
+    /// Returns the limits of one cell of a table, whose texts have at most `text` bytes.
+    pub(super) fn for_cell(text: usize) -> Self {
+        Self {
+            items: 8,
+            min_items: 2,
+            full_up_to_items: 6,
+            keys: 24,
+            text,
+            depth: 4,
+            max_bytes: 8_000,
+        }
+    }
+
     fn items_at(&self, depth: usize) -> usize {
         (self.items >> (2 * depth).min(60)).max(self.min_items)
     }
 }
 
-/// Renders the shape and the data in at most `budget` tokens.
-pub(super) fn render(root: &SampleNode<'_>, budget: usize) -> String {
-    let shape = format!("shape: {}", describe_shape(root, budget / 3));
-    let rest = budget.saturating_sub(crate::results::tokens::count(&shape) + 3);
+/// A JSON document to be rendered.
+pub(super) struct JsonDocument<'n, 'a> {
+    pub(super) root: &'n SampleNode<'a>,
+    pub(super) text: &'a str,
+    /// Pointer of the document, if it is a text within another one.
+    pub(super) pointer: &'n str,
+}
+
+/// Renders the shape, the relevant members and the data in at most `budget` tokens.
+pub(super) fn render(
+    document: &JsonDocument<'_, '_>,
+    words: &KeywordMatcher,
+    budget: usize,
+) -> String {
+    let JsonDocument { root, text, pointer } = document;
+    let matches = match words.has_query() {
+        true => render_matches(text, pointer, words, budget * 2 / 5),
+        false => String::new(),
+    };
+    let left = budget.saturating_sub(tokens::count(&matches));
+    let shape = format!("shape: {}", describe_shape(root, left / 3));
+    let mut values = String::new();
+    write_values(&mut values, root, pointer, left / 4, 0);
+    let used = tokens::count(&shape) + tokens::count(&values) + 3;
+    let rest = left.saturating_sub(used);
     let data = render_most_detailed(rest, |level| {
         let mut text = "data: ".to_owned();
         write(&mut text, root, &RenderLimits::at_level(level, rest), 0);
         text
     });
-    format!("{shape}\n{data}")
+    format!("{matches}{shape}\n{values}{data}")
+}
+
+/// Renders the members that match the query, each with its pointer.
+pub(super) fn render_matches(
+    text: &str,
+    prefix: &str,
+    words: &KeywordMatcher,
+    budget: usize,
+) -> String {
+    let mut out = String::new();
+    for found in find_matches(text, words) {
+        let limit = (budget / 2).clamp(32, 400);
+        let mut line = format!("match {prefix}{}: ", found.pointer);
+        match JsonKind::of(found.written) {
+            // The relevant part of a long text can be anywhere in it.
+            JsonKind::Text if found.written.len() > limit => {
+                let decoded = decode_string(found.written);
+                let from = words.excerpt_start(&decoded, &found.weights);
+                let part = &decoded[from..decoded.floor_char_boundary(from + limit)];
+                let begins = if from > 0 { "…" } else { "" };
+                let ends = if from + part.len() < decoded.len() { "…" } else { "" };
+                let _ = write!(line, "{begins}{part}{ends}");
+            }
+            _ => {
+                let node = super::sampling::sample_document(found.written, 64);
+                write(&mut line, &node, &RenderLimits::for_cell(limit), 0);
+            }
+        }
+        let line = line.replace('\n', " ");
+        if tokens::exceeds(&format!("{out}{line}\n"), budget) {
+            continue;
+        }
+        out.push_str(&line);
+        out.push('\n');
+    }
+    out
+}
+
+/// Describes the values of the arrays of objects in a document.
+fn write_values(
+    out: &mut String,
+    node: &SampleNode<'_>,
+    pointer: &str,
+    budget: usize,
+    depth: usize,
+) {
+    match node {
+        SampleNode::Array(list) => {
+            let is_table = matches!(list.head.first(), Some(SampleNode::Object(_)));
+            if !is_table || list.count < LEAST_PROFILED_ROWS {
+                return;
+            }
+            let (pointer, text) = (pointer.to_owned(), list.written.into());
+            let table = RowTable { pointer, text, layout: RowLayout::Objects };
+            let profile = TableProfile::new(&table);
+            let mut line = format!("values {}: ", table.pointer);
+            let mut is_empty = true;
+            for column in &profile.columns {
+                let Some(part) = column.describe_values(profile.rows.len(), 4) else { continue };
+                let longer = format!("{line}{}{part}", if is_empty { "" } else { "; " });
+                if tokens::exceeds(&format!("{out}{longer}\n"), budget) {
+                    continue;
+                }
+                (line, is_empty) = (longer, false);
+            }
+            if !is_empty {
+                out.push_str(&line);
+                out.push('\n');
+            }
+        }
+        SampleNode::Object(map) if depth < PROFILED_DEPTH => {
+            for (key, value) in &map.entries {
+                let pointer = format!("{pointer}/{}", escape_key(&decode_string(key)));
+                write_values(out, value, &pointer, budget, depth + 1);
+            }
+        }
+        _ => {}
+    }
 }
 
 /// Writes a value as JSON, with `…` and counts in place of omitted parts.
@@ -90,6 +217,12 @@ fn write_plain(out: &mut String, text: &str, detail: &RenderLimits) {
 fn write_text(out: &mut String, text: &str, detail: &RenderLimits) {
     if text.len() <= detail.text + 16 {
         out.push_str(text);
+        return;
+    }
+    if text.len() > MIN_BINARY_TEXT
+        && let Some(content) = binary::detect_base64(&decode_string(text))
+    {
+        let _ = write!(out, "\"<{}>\"", content.description);
         return;
     }
     // Cut so that no escape sequence is split.

@@ -25,6 +25,8 @@ pub(super) enum SampleNode<'a> {
 pub(super) struct SampleArray<'a> {
     pub(super) count: usize,
     pub(super) bytes: usize,
+    /// The whole array as raw JSON.
+    pub(super) written: &'a str,
     /// The first items.
     pub(super) head: Vec<SampleNode<'a>>,
     /// Evenly spaced samples of the other items, with their indexes. The last item is always
@@ -35,6 +37,8 @@ pub(super) struct SampleArray<'a> {
 pub(super) struct SampleObject<'a> {
     pub(super) count: usize,
     pub(super) bytes: usize,
+    /// The whole object as raw JSON.
+    pub(super) written: &'a str,
     /// The first entries, with their keys as raw JSON.
     pub(super) entries: Vec<(&'a str, SampleNode<'a>)>,
 }
@@ -97,7 +101,8 @@ impl DocumentSampler {
             }
             count += 1;
         }
-        let bytes = cursor.position() - begin;
+        let written = cursor.text_since(begin);
+        let bytes = written.len();
         let mut spread = Vec::new();
         if depth < SPREAD_DEPTH {
             for (index, position) in sampler.into_positions() {
@@ -107,7 +112,7 @@ impl DocumentSampler {
                 }
             }
         }
-        SampleArray { count, bytes, head, samples: spread }
+        SampleArray { count, bytes, written, head, samples: spread }
     }
 
     fn map<'a>(&mut self, cursor: &mut JsonCursor<'a>, depth: usize) -> SampleObject<'a> {
@@ -126,7 +131,8 @@ impl DocumentSampler {
             }
             count += 1;
         }
-        SampleObject { count, bytes: cursor.position() - begin, entries }
+        let written = cursor.text_since(begin);
+        SampleObject { count, bytes: written.len(), written, entries }
     }
 }
 

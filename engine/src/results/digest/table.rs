@@ -1,204 +1,307 @@
-//! Renders tables in a digest: columns, the number of rows, and some of the rows.
+//! Renders tables in a digest: columns, the number of rows, figures about all rows, and some of the
+//! rows.
 //!
-//! A table is a long array of objects with the same keys, or of arrays of the same length whose
-//! columns are named in a sibling entry, as in the result of `database.query`.
+//! The rows that match the query are shown first, then the first rows, the last one, those with the
+//! extremes of the columns that the query names, and some between.
 
 use std::fmt::Write;
 
+use super::columns::{RowText, TableProfile};
 use super::json::{self, RenderLimits};
-use super::shape::{Shape, display_key};
-use super::{render_most_detailed, scale_down};
-use crate::domain::json::cursor::decode_string;
-use crate::results::digest::sampling::{SampleArray, SampleNode, SampleObject};
+use super::query::KeywordMatcher;
+use super::sampling::sample_document;
+use super::truncate_to_tokens;
+use crate::results::rows::csv::CsvReader;
+use crate::results::rows::{Cell, RowLayout, RowTable};
+use crate::results::tokens;
 
 /// Arrays with fewer rows are shown as JSON just as well.
-const LEAST_ROWS: usize = 4;
+pub(super) const LEAST_ROWS: usize = 4;
+/// Maximum number of rows that are considered because they match the query.
+const MAX_MATCHING_ROWS: usize = 60;
+/// Tokens of a mark of omitted rows.
+const MARK_TOKENS: usize = 5;
 
-pub(super) struct Table<'n, 'a> {
-    pub(super) count: usize,
-    columns: Vec<(String, Shape<'a>)>,
-    /// Sampled rows with their indexes, with cells in column order.
-    rows: Vec<(usize, Vec<&'n SampleNode<'a>>)>,
+/// A table with the profile of its columns.
+pub(super) struct TableView<'t> {
+    table: &'t RowTable<'t>,
+    profile: TableProfile<'t>,
+    /// Rows that match the query, the best first.
+    matching: Vec<usize>,
+    /// Columns that the query names.
+    queried_columns: Vec<usize>,
 }
 
-impl<'n, 'a> Table<'n, 'a> {
-    /// Interprets an array as a table if it is one. `container` is the object that contains the
-    /// array.
-    pub(super) fn detect(
-        list: &'n SampleArray<'a>,
-        container: Option<&SampleObject<'a>>,
-    ) -> Option<Self> {
-        if list.count < LEAST_ROWS || list.head.len() < 2 {
+impl<'t> TableView<'t> {
+    /// Reads a table; returns `None` if its rows have too little in common.
+    pub(super) fn new(table: &'t RowTable<'t>, words: &KeywordMatcher) -> Option<Self> {
+        let profile = TableProfile::new(table);
+        if profile.rows.len() < LEAST_ROWS || profile.is_irregular || profile.is_sparse() {
             return None;
         }
-        let (names, rows) = match list.head.first()? {
-            SampleNode::Object(first) => rows_of_objects(list, first)?,
-            SampleNode::Array(first) => rows_of_arrays(list, first, container)?,
-            _ => return None,
-        };
-        let shape = |column: usize| {
-            let mut shape = Shape::default();
-            rows.iter().filter_map(|(_, row)| row.get(column)).for_each(|cell| shape.add(cell));
-            shape
-        };
-        let columns = names.into_iter().enumerate().map(|(n, name)| (name, shape(n))).collect();
-        Some(Self { count: list.count, columns, rows })
+        let (mut matching, mut queried_columns) = (Vec::new(), Vec::new());
+        if words.has_query() {
+            matching = matching_rows(&table.text, &profile.rows, words);
+            let is_queried = |name: &str| words.match_bits(name) != 0;
+            let columns = profile.columns.iter().enumerate();
+            queried_columns =
+                columns.filter(|(_, column)| is_queried(&column.name)).map(|(n, _)| n).collect();
+        }
+        Some(Self { table, profile, matching, queried_columns })
     }
 
-    /// Renders columns and rows in at most `budget` tokens.
-    pub(super) fn render(&self, pointer: &str, budget: usize) -> String {
-        render_most_detailed(budget, |level| self.render_at_level(pointer, level, budget))
+    /// Returns the number of rows.
+    pub(super) fn count(&self) -> usize {
+        self.profile.rows.len()
     }
 
-    fn render_at_level(&self, pointer: &str, level: u32, budget: usize) -> String {
+    /// Renders columns, figures and rows in at most `budget` tokens.
+    pub(super) fn render(&self, budget: usize) -> String {
+        let pointer = &self.table.pointer;
         let location = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
-        let (rows, columns) = (self.count, self.columns.len());
-        let mut text = format!("table{location}: {rows} rows, {columns} columns\ncolumns: ");
-        let names = scale_down(256, 0.8, level, 4);
-        for (n, (name, shape)) in self.columns.iter().take(names).enumerate() {
-            if n > 0 {
-                text.push_str(", ");
-            }
-            let _ = write!(text, "{name} ");
-            shape.write(&mut text, 1, 6);
+        let (count, columns) = (self.count(), self.profile.columns.len());
+        let head = format!("table{location}: {count} rows, {columns} columns");
+        let mut text = format!("{head}\n{}", self.columns_line(budget * 2 / 5));
+        if tokens::exceeds(&text, budget) {
+            return truncate_to_tokens(&text, budget);
         }
-        if columns > names {
-            let _ = write!(text, ", … {} more", columns - names);
+        let used = tokens::count(&text) + 1;
+        let left = budget.saturating_sub(used);
+        let share = if self.matching.is_empty() { left / 2 } else { left * 2 / 5 };
+        let values = self.values_lines(share);
+        if !values.is_empty() {
+            let _ = write!(text, "\n{values}");
         }
-        let detail = RenderLimits::at_level(level + 6, budget);
-        let mut after = 0;
-        for index in self.sample(scale_down(budget / 3, 0.7, level, 0)) {
-            let (row, cells) = &self.rows[index];
-            if *row > after {
-                let _ = write!(text, "\n… {} rows", row - after);
+        let left = budget.saturating_sub(tokens::count(&text) + 2);
+        let mut rows = self.choose_rows(left);
+        loop {
+            let whole = format!("{text}{}", self.rows_text(&rows));
+            if !tokens::exceeds(&whole, budget) {
+                return whole;
             }
-            after = row + 1;
-            let _ = write!(text, "\n{row}: [");
-            for (n, cell) in cells.iter().take(names).enumerate() {
-                if n > 0 {
-                    text.push(',');
-                }
-                json::write(&mut text, cell, &detail, 1);
+            if rows.pop().is_none() {
+                return truncate_to_tokens(&text, budget);
             }
-            text.push_str(if cells.len() > names { ",…]" } else { "]" });
         }
-        if after < self.count {
-            let _ = write!(text, "\n… {} rows", self.count - after);
+    }
+
+    fn columns_line(&self, budget: usize) -> String {
+        let columns = &self.profile.columns;
+        let mut line = "columns: ".to_owned();
+        let mut used = tokens::count(&line);
+        for (n, column) in columns.iter().enumerate() {
+            let mut part = if n > 0 { ", ".to_owned() } else { String::new() };
+            column.write_type(&mut part, self.count());
+            used += tokens::count(&part);
+            if used > budget.saturating_sub(6) && n > 0 {
+                let names = self.further_names(n, budget.saturating_sub(tokens::count(&line)));
+                return line + &names;
+            }
+            line.push_str(&part);
+        }
+        line
+    }
+
+    /// Returns the names of the columns from this one on, without their types.
+    fn further_names(&self, from: usize, budget: usize) -> String {
+        let columns = &self.profile.columns;
+        let (mut text, mut used) = (String::new(), 0);
+        for (n, column) in columns.iter().enumerate().skip(from) {
+            let part = format!(", {}", column.shown_name());
+            used += tokens::count(&part);
+            if used > budget.saturating_sub(6) {
+                let _ = write!(text, ", … {} more", columns.len() - n);
+                break;
+            }
+            text.push_str(&part);
         }
         text
     }
 
-    /// Selects sampled rows to show: mostly the first ones, some of the others, and the last.
-    fn sample(&self, max: usize) -> Vec<usize> {
-        let seen = self.rows.len();
-        // The first items of the array are contiguous; the sparse samples start after the first
-        // gap.
-        let near = self.rows.iter().enumerate().take_while(|(n, (row, _))| n == row).count();
-        let last = seen.checked_sub(1).filter(|_| max > 1);
-        let first = near.min(max - max / 3 - usize::from(last.is_some() && max > 0));
-        let far = seen.saturating_sub(near + 1);
-        let some = far.min(max.saturating_sub(first + 1));
-        let mut indexes: Vec<usize> = (0..first).collect();
-        indexes.extend((0..some).map(|n| near + n * far / some.max(1)));
-        indexes.extend(last);
-        indexes.sort_unstable();
-        indexes.dedup();
-        indexes
-    }
-}
-
-type TableRows<'n, 'a> = Vec<(usize, Vec<&'n SampleNode<'a>>)>;
-
-/// Reads rows that are objects with the same keys as the first one.
-fn rows_of_objects<'n, 'a>(
-    list: &'n SampleArray<'a>,
-    first: &SampleObject<'a>,
-) -> Option<(Vec<String>, TableRows<'n, 'a>)> {
-    let keys: Vec<&str> = first.entries.iter().map(|(key, _)| *key).collect();
-    if keys.is_empty() || keys.len() != first.count {
-        return None;
-    }
-    let row = |node: &'n SampleNode<'a>| {
-        let SampleNode::Object(map) = node else { return None };
-        if map.count != keys.len() || map.entries.len() != map.count {
-            return None;
-        }
-        let cell = |(n, key): (usize, &&str)| {
-            // The keys are almost always in the same order.
-            let entry = map.entries.get(n).filter(|(found, _)| found == key);
-            let entry = entry.or_else(|| map.entries.iter().find(|(found, _)| found == key));
-            entry.map(|(_, value)| value)
-        };
-        keys.iter().enumerate().map(cell).collect::<Option<Vec<_>>>()
-    };
-    let rows = uniform_rows(list, row)?;
-    Some((keys.into_iter().map(display_key).collect(), rows))
-}
-
-/// Reads rows that are arrays of the same length as the first one, with column names from a sibling
-/// entry.
-fn rows_of_arrays<'n, 'a>(
-    list: &'n SampleArray<'a>,
-    first: &SampleArray<'a>,
-    container: Option<&SampleObject<'a>>,
-) -> Option<(Vec<String>, TableRows<'n, 'a>)> {
-    let width = first.count;
-    if width == 0 {
-        return None;
-    }
-    let row = |node: &'n SampleNode<'a>| match node {
-        SampleNode::Array(row) if row.count == width && row.head.len() == width => {
-            Some(row.head.iter().collect())
-        }
-        _ => None,
-    };
-    let rows = uniform_rows(list, row)?;
-    let header = container.and_then(|map| {
-        let columns =
-            map.entries.iter().find(|(key, _)| matches!(*key, "\"columns\"" | "\"fields\""));
-        match columns? {
-            (_, SampleNode::Array(names)) if names.head.len() == width => {
-                names.head.iter().map(column_name).collect::<Option<Vec<_>>>()
+    /// Describes the values of the columns, those that the query names first.
+    fn values_lines(&self, budget: usize) -> String {
+        let (columns, rows) = (&self.profile.columns, self.count());
+        let others = (0..columns.len()).filter(|n| !self.queried_columns.contains(n));
+        let mut parts: Vec<String> = Vec::new();
+        let mut left = budget.saturating_sub(3);
+        for index in self.queried_columns.iter().copied().chain(others) {
+            let is_queried = self.queried_columns.contains(&index);
+            let most = if is_queried { 20 } else { 8 };
+            let candidates = [most, 4, 2].into_iter();
+            let described = candidates.filter_map(|max| columns[index].describe_values(rows, max));
+            let fitting = described.map(|part| (tokens::count(&part) + 1, part));
+            if let Some((cost, part)) = fitting.into_iter().find(|(cost, _)| *cost <= left) {
+                left -= cost;
+                parts.push(part);
             }
-            _ => None,
+        }
+        if parts.is_empty() { String::new() } else { format!("values: {}", parts.join("; ")) }
+    }
+
+    /// Chooses the rows to show, the most important first, in about `budget` tokens.
+    fn choose_rows(&self, budget: usize) -> Vec<(usize, String)> {
+        let mut chosen: Vec<(usize, String)> = Vec::new();
+        let mut left = budget;
+        let shown_columns = self.visible_columns(budget);
+        for index in self.row_candidates() {
+            if chosen.iter().any(|(row, _)| *row == index) {
+                continue;
+            }
+            let is_match = self.matching.contains(&index);
+            let limit =
+                if is_match { (budget / 2).clamp(40, 400) } else { (budget / 6).clamp(24, 80) };
+            let line = self.row_line(index, &shown_columns, limit);
+            let cost = tokens::count(&line) + MARK_TOKENS;
+            if cost > left {
+                // A row that matches the query is worth its shortest form.
+                let short = self.row_line(index, &shown_columns, 16);
+                let cost = tokens::count(&short) + MARK_TOKENS;
+                if !is_match || cost > left {
+                    if left < 12 || !is_match {
+                        break;
+                    }
+                    continue;
+                }
+                left -= cost;
+                chosen.push((index, short));
+                continue;
+            }
+            left -= cost;
+            chosen.push((index, line));
+        }
+        chosen
+    }
+
+    fn row_candidates(&self) -> Vec<usize> {
+        let (count, mut order) = (self.count(), vec![0]);
+        let best = self.matching.len().min(3);
+        order.extend_from_slice(&self.matching[..best]);
+        order.push(count - 1);
+        for column in self.queried_columns.iter().filter_map(|n| self.profile.columns.get(*n)) {
+            let extremes = [&column.greatest, &column.least].into_iter().flatten();
+            order.extend(extremes.map(|(_, _, row)| *row));
+        }
+        order.extend_from_slice(&self.matching[best..]);
+        order.push(1);
+        order.extend([count / 2, 2, count / 4, count * 3 / 4, 3]);
+        let step = (count / 64).max(1);
+        for n in 0..64 {
+            order.extend([4 + n, n * step]);
+        }
+        order.retain(|row| *row < count);
+        order
+    }
+
+    /// Returns the columns to show, if not all of them fit into a row.
+    fn visible_columns(&self, budget: usize) -> Vec<usize> {
+        let all: Vec<usize> = (0..self.profile.columns.len()).collect();
+        let max = (budget / 2).max(24);
+        let cost = |columns: &[usize]| tokens::count(&self.row_line(0, columns, 24));
+        if cost(&all) <= max {
+            return all;
+        }
+        let mut shown: Vec<usize> = Vec::new();
+        let others = all.iter().filter(|n| !self.queried_columns.contains(n));
+        let mut used = 0;
+        for index in self.queried_columns.iter().chain(others) {
+            used += cost(&[*index]);
+            if used > max && !shown.is_empty() {
+                break;
+            }
+            shown.push(*index);
+        }
+        shown.sort_unstable();
+        shown
+    }
+
+    fn row_line(&self, index: usize, columns: &[usize], text_limit: usize) -> String {
+        let all = &self.profile.columns;
+        let detail = RenderLimits::for_cell(text_limit);
+        let cells = self.cells(&self.profile.rows[index]);
+        let is_whole = columns.len() == all.len();
+        let mut line = format!("{index}: {}", if is_whole { '[' } else { '{' });
+        for (n, column) in columns.iter().enumerate() {
+            if n > 0 {
+                line.push(',');
+            }
+            if !is_whole {
+                let _ = write!(line, "{}:", all[*column].shown_name());
+            }
+            if let Some(cell) = cells.get(*column).and_then(Option::as_ref) {
+                json::write(&mut line, &sample_document(cell, 32), &detail, 1);
+            }
+        }
+        line.push_str(if is_whole { "]" } else { ",…}" });
+        line
+    }
+
+    /// Returns the cells of a row as JSON, in column order.
+    fn cells(&self, row: &RowText<'t>) -> Vec<Option<String>> {
+        let columns = self.profile.columns.iter();
+        if let RowLayout::Csv { delimiter, .. } = &self.table.layout {
+            let record = CsvReader::new(row.written, *delimiter).next().unwrap_or_default();
+            return record
+                .into_iter()
+                .map(|cell| Some(Cell::Text(cell).to_json().into()))
+                .collect();
+        }
+        let (written, key) = (row.written, row.key);
+        let row = crate::results::rows::TableRow::Json { written, key };
+        let stated = self.table.stated_columns();
+        let cell = |name: &str| row.cell(name, stated).map(|cell| cell.to_json().into_owned());
+        columns.map(|column| cell(&column.name)).collect()
+    }
+
+    fn rows_text(&self, chosen: &[(usize, String)]) -> String {
+        let mut rows: Vec<&(usize, String)> = chosen.iter().collect();
+        rows.sort_by_key(|(index, _)| *index);
+        let (mut text, mut after) = (String::new(), 0);
+        for (index, line) in rows {
+            if *index > after {
+                let _ = write!(text, "\n… {} rows", index - after);
+            }
+            after = index + 1;
+            let _ = write!(text, "\n{line}");
+        }
+        if after < self.count() {
+            let _ = write!(text, "\n… {} rows", self.count() - after);
+        }
+        text
+    }
+}
+
+/// Returns the rows that match the query, the best first.
+fn matching_rows(text: &str, rows: &[RowText<'_>], words: &KeywordMatcher) -> Vec<usize> {
+    // The whole text is searched at once, which is faster than each row by itself.
+    let mut bits = vec![0_u64; rows.len()];
+    let end = |row: &RowText<'_>| {
+        (row.written.as_ptr() as usize).saturating_sub(text.as_ptr() as usize) + row.written.len()
+    };
+    let mut row = 0;
+    words.visit_hits(text, |offset, word| {
+        while rows.get(row).is_some_and(|row| end(row) <= offset) {
+            row += 1;
+        }
+        if let Some(bits) = bits.get_mut(row) {
+            *bits |= 1 << word;
         }
     });
-    let numbered = || (0..width).map(|n| n.to_string()).collect();
-    Some((header.unwrap_or_else(numbered), rows))
-}
-
-fn column_name(node: &SampleNode<'_>) -> Option<String> {
-    match node {
-        SampleNode::Text(name) => Some(display_key(name)),
-        SampleNode::Object(column) => {
-            let name = column.entries.iter().find(|(key, _)| decode_string(key) == "name")?;
-            match &name.1 {
-                SampleNode::Text(name) => Some(display_key(name)),
-                _ => None,
-            }
-        }
-        _ => None,
-    }
-}
-
-/// Returns the sampled rows, or `None` if one of them does not match the others. Rows whose content
-/// was not sampled in full, which can be the last ones, are skipped.
-fn uniform_rows<'n, 'a>(
-    list: &'n SampleArray<'a>,
-    row: impl Fn(&'n SampleNode<'a>) -> Option<Vec<&'n SampleNode<'a>>>,
-) -> Option<TableRows<'n, 'a>> {
-    let hollow = |node: &SampleNode<'a>| match node {
-        SampleNode::Object(map) => map.entries.len() < map.count,
-        SampleNode::Array(list) => list.head.len() < list.count,
-        _ => false,
-    };
-    let mut rows = Vec::new();
-    for (index, node) in list.sampled_items() {
-        match row(node) {
-            Some(cells) => rows.push((index, cells)),
-            None if hollow(node) => {}
-            None => return None,
+    let mut having = vec![0_usize; words.len()];
+    for bits in bits.iter().filter(|bits| **bits != 0) {
+        for (n, count) in having.iter_mut().enumerate() {
+            *count += usize::from(bits & (1 << n) != 0);
         }
     }
-    (rows.len() >= 2).then_some(rows)
+    // A word in most rows, such as the name of a column, selects none of them.
+    let informative = having
+        .iter()
+        .enumerate()
+        .fold(0_u64, |mask, (n, count)| if count * 2 > rows.len() { mask } else { mask | 1 << n });
+    let weights = words.weights_by_count(&having, rows.len());
+    let scored = bits.iter().enumerate().filter(|(_, bits)| **bits & informative != 0);
+    let mut scored: Vec<(f64, usize)> =
+        scored.map(|(row, bits)| (weights.total(bits & informative), row)).collect();
+    scored.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    scored.truncate(MAX_MATCHING_ROWS);
+    scored.into_iter().map(|(_, row)| row).collect()
 }

@@ -1,64 +1,33 @@
-//! Renders text in a digest: its head, its tail, and the most relevant part of the middle.
+//! Renders text in a digest: its head, its tail, and the most relevant lines of the middle.
 //!
-//! The middle is split into blocks of whole lines. A block is relevant if it contains words of the
-//! query (rare words count more), if it mentions errors or results, and to a small degree if it
-//! contains figures. The same text and query always give the same digest.
+//! A line is relevant if it contains words of the query (rare words count more), if it mentions
+//! errors or results, and to a small degree if it contains figures. Every cut is marked: omitted
+//! lines with their number and offset, cut lines with `…`. The same text and query always give the
+//! same digest.
 
+use std::collections::HashMap;
 use std::fmt::Write;
 
-use regex::{Regex, RegexBuilder};
-
+use super::query::{KeywordMatcher, KeywordWeights};
 use crate::results::text_lines::bounded_lines;
 use crate::results::tokens;
 
 /// Approximate bytes of a block; larger if there would be too many blocks.
 const BLOCK: usize = 400;
 const MAX_BLOCKS: usize = 2_000;
-/// Maximum number of query words to search for.
-const MAX_QUERY_WORDS: usize = 24;
-/// Maximum number of hits evaluated in one block.
-const MAX_HITS: usize = 48;
+/// Maximum number of blocks whose lines are compared.
+const MAX_COMPARED_BLOCKS: usize = 160;
+/// Maximum number of shown lines that differ only in their figures.
+const MAX_SIMILAR_LINES: usize = 2;
 
-/// Words that make a block relevant regardless of the query.
-const SALIENT: [&str; 22] = [
-    "error",
-    "fail",
-    "exception",
-    "panic",
-    "fatal",
-    "traceback",
-    "denied",
-    "refused",
-    "timeout",
-    "timed out",
-    "warning",
-    "critical",
-    "invalid",
-    "missing",
-    "not found",
-    "total",
-    "summary",
-    "conclusion",
-    "result",
-    "important",
-    "must",
-    "错误",
-];
-
-/// Query words that carry no information.
-const STOP_WORDS: [&str; 20] = [
-    "the", "and", "for", "with", "from", "that", "this", "what", "which", "who", "how", "are",
-    "was", "were", "has", "have", "not", "you", "true", "false",
-];
-
-/// Score of a block that contains figures.
+/// Score of a line that contains figures.
 const FIGURES_SCORE: f64 = 0.25;
-/// Bytes shown before the hit in a line that is too long.
-const BYTES_BEFORE_HIT: usize = 40;
 /// Tokens reserved for the best line and the mark before it.
 const BEST_LINE_TOKENS: usize = 44;
 /// Minimum token budget for which that reservation is made.
 const MIN_TOKENS_FOR_BEST_LINE: usize = 36;
+/// Tokens of a mark of omitted lines.
+const MARK_TOKENS: usize = 14;
 
 /// Token budgets of head, middle and tail.
 struct SectionBudgets {
@@ -82,23 +51,50 @@ struct TextAnalysis<'t> {
     lines: usize,
     /// Blocks with their scores.
     blocks: Vec<(f64, LineBlock)>,
-    words: KeywordMatcher<'t>,
-    weights: Vec<f64>,
+    words: &'t KeywordMatcher,
+    weights: KeywordWeights,
+    /// True if some block contains words of the query.
+    has_query_hits: bool,
+    /// Numbers of the lines within the source, if the text was extracted from one.
+    source_lines: Option<&'t [usize]>,
+}
+
+/// A part of the middle that is shown.
+#[derive(Clone, Copy)]
+struct TextExcerpt {
+    begin: usize,
+    end: usize,
+    line: usize,
 }
 
 /// Renders the head, the tail and the most relevant middle in at most `budget` tokens, with a mark
-/// wherever lines are omitted.
-pub(super) fn render(text: &str, hint: Option<&str>, budget: usize) -> String {
-    let query = query_words(hint.unwrap_or_default());
-    let Some(words) = KeywordMatcher::new(&query) else { return String::new() };
+/// wherever something is omitted. `source_lines` has the numbers of the lines within the source, if
+/// the text was extracted from one.
+pub(super) fn render(
+    text: &str,
+    words: &KeywordMatcher,
+    budget: usize,
+    source_lines: Option<&[usize]>,
+) -> String {
+    if !tokens::exceeds(text, budget) {
+        return text.to_owned();
+    }
     let blocks = split_blocks(text);
-    let (scores, weights) = words.score_blocks(text, &blocks);
+    let found: Vec<u64> =
+        blocks.iter().map(|block| words.match_bits(&text[block.begin..block.end])).collect();
+    let weights = words.weights(&found);
+    let has_query_hits = found.iter().any(|bits| words.query_bits(*bits) != 0);
     let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
-    let blocks = scores.into_iter().zip(blocks).collect();
-    let analysis = TextAnalysis { text, lines, blocks, words, weights };
+    let scored = blocks
+        .into_iter()
+        .zip(&found)
+        .map(|(block, bits)| (score(&text[block.begin..block.end], *bits, &weights), block));
+    let blocks = scored.collect();
+    let analysis =
+        TextAnalysis { text, lines, blocks, words, weights, has_query_hits, source_lines };
     // The cost of the marks between the parts is known only after composing.
     let mut part = budget;
-    for _ in 0..12 {
+    for _ in 0..14 {
         let composed = analysis.compose(part);
         if !tokens::exceeds(&composed, budget) {
             return composed;
@@ -113,38 +109,37 @@ pub(super) fn line_count(text: &str) -> usize {
     bounded_lines(text).count()
 }
 
+fn score(written: &str, bits: u64, weights: &KeywordWeights) -> f64 {
+    let digits = written.bytes().filter(u8::is_ascii_digit).count();
+    // Some figures among words count; a block of nothing but digits is no better than any other.
+    let has_figures = digits * 25 > written.len() && digits * 2 < written.len();
+    weights.total(bits) + if has_figures { FIGURES_SCORE } else { 0.0 }
+}
+
 impl TextAnalysis<'_> {
     fn compose(&self, budget: usize) -> String {
         let text = self.text;
         let SectionBudgets { head, middle, tail } = self.section_budgets(budget);
         let head_end = snap_to_line_end(text, tokens::prefix_within(text, head).len());
-        let (head, rest) = text.split_at(head_end);
-        let tail_begin = text.len() - snap_to_line_start(rest, tokens::suffix_within(rest, tail));
-        let tail = &text[tail_begin..];
-        let mut out = head.to_owned();
-        let mut written_to = head_end;
-        let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
-        let mut line = bounded_lines(head).count() - partial;
+        let tail_length = tokens::suffix_within(&text[head_end..], tail).len();
+        let tail_begin = snap_to_line_start(text, text.len() - tail_length, head_end);
+        let mut out = CutWriter::new(text, self.source_lines);
+        out.push(0, head_end, 0);
         for excerpt in self.select_excerpts(head_end, tail_begin, middle) {
-            if excerpt.begin > written_to {
-                write_omission_mark(&mut out, excerpt.first_line.saturating_sub(line), line);
-            }
-            let part = &text[excerpt.begin..excerpt.end];
-            out.push_str(part);
-            written_to = excerpt.end;
-            line = excerpt.first_line + bounded_lines(part).count();
+            out.push(excerpt.begin, excerpt.end, excerpt.line);
         }
-        if tail_begin > written_to {
-            let tail_line = self.lines.saturating_sub(bounded_lines(tail).count());
-            write_omission_mark(&mut out, tail_line.saturating_sub(line), line);
-        }
-        out.push_str(tail);
-        out
+        let tail = bounded_lines(&text[tail_begin..]).count();
+        out.push(tail_begin, text.len(), self.lines.saturating_sub(tail));
+        out.finish(self.lines)
     }
 
-    /// Divides the budget. If it is small, the best line takes precedence over head and tail.
+    /// Divides the budget. If it is small, the best line takes precedence over head and tail; if
+    /// the text contains words of the query, these lines do.
     fn section_budgets(&self, budget: usize) -> SectionBudgets {
-        let (head, tail) = (budget * 2 / 5, budget / 4);
+        let (head, tail) = match self.has_query_hits {
+            true => (budget / 4, budget / 8),
+            false => (budget * 2 / 5, budget / 4),
+        };
         let middle = budget.saturating_sub(head + tail + 24);
         let relevant = || self.blocks.iter().any(|(score, _)| *score > FIGURES_SCORE);
         // If it is very small, the best line takes precedence over everything else.
@@ -156,105 +151,191 @@ impl TextAnalysis<'_> {
         SectionBudgets { head: ends * 3 / 5, middle: best_line, tail: ends * 2 / 5 }
     }
 
-    /// Selects the best blocks between two offsets, as many as fit, in text order.
+    /// Selects the best lines between two offsets, as many as fit, in text order.
     fn select_excerpts(&self, from: usize, to: usize, budget: usize) -> Vec<TextExcerpt> {
         // Too little for even one line and its mark.
         if budget < 24 {
             return Vec::new();
         }
-        let within =
-            |(score, block): &(f64, LineBlock)| Some((*score, self.clip_block(block, from, to)?));
-        let worth = self.blocks.iter().filter(|(score, _)| *score > 0.0);
-        let mut ranked: Vec<(f64, LineBlock)> = worth.filter_map(within).collect();
-        // Blocks with equal scores stay in text order.
-        ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
+        let ranked = self.ranked_lines(from, to);
         let mut remaining = budget;
-        let mut chosen = Vec::new();
-        for (_, block) in ranked {
-            // Each block costs its own tokens and a mark before it.
-            let Some(rest) = remaining.checked_sub(16).filter(|rest| *rest >= 8) else { break };
-            let excerpt = self.excerpt_block(&block, rest.min((budget / 2).max(24)));
-            remaining = rest - tokens::count(&self.text[excerpt.begin..excerpt.end]).min(rest);
+        let mut similar: HashMap<String, usize> = HashMap::new();
+        let mut chosen: Vec<TextExcerpt> = Vec::new();
+        for (line_score, line) in ranked {
+            // Each line costs its own tokens and a mark before it.
+            let is_adjacent =
+                chosen.iter().any(|other| other.end == line.begin || line.end == other.begin);
+            let mark = if is_adjacent { 0 } else { MARK_TOKENS };
+            let Some(rest) = remaining.checked_sub(mark).filter(|rest| *rest >= 8) else { break };
+            let written = &self.text[line.begin..line.end];
+            let seen = similar.entry(line_template(written)).or_default();
+            if *seen >= MAX_SIMILAR_LINES && line_score < self.best_score() {
+                continue;
+            }
+            *seen += 1;
+            let excerpt = self.excerpt_line(&line, rest.min((budget / 2).max(24)));
+            let cost = tokens::count(&self.text[excerpt.begin..excerpt.end]);
+            remaining = rest.saturating_sub(cost);
             chosen.push(excerpt);
         }
         chosen.sort_by_key(|excerpt| excerpt.begin);
         chosen
     }
 
-    /// Returns the whole lines of a block that lie between two offsets.
-    fn clip_block(&self, block: &LineBlock, from: usize, to: usize) -> Option<LineBlock> {
-        if block.begin >= from && block.end <= to {
-            return Some(*block);
-        }
-        let mut clipped: Option<LineBlock> = None;
-        let mut at = block.begin;
-        for (n, line) in bounded_lines(&self.text[block.begin..block.end]).enumerate() {
-            let end = at + line.len();
-            if at >= from && end <= to {
-                let first_line = block.first_line + n;
-                let empty = LineBlock { begin: at, end, first_line, lines: 0 };
-                let clipped = clipped.get_or_insert(empty);
-                (clipped.end, clipped.lines) = (end, clipped.lines + 1);
-            }
-            at = end;
-        }
-        clipped
+    fn best_score(&self) -> f64 {
+        self.blocks.iter().map(|(score, _)| *score).fold(0.0, f64::max)
     }
 
-    /// Returns a block if it fits; otherwise its best line and the lines after it that fit. If that
-    /// line does not fit either, returns the part around its highest-scoring word.
-    fn excerpt_block(&self, block: &LineBlock, budget: usize) -> TextExcerpt {
-        let (mut begin, mut first_line) = (block.begin, block.first_line);
-        let written = &self.text[block.begin..block.end];
-        if tokens::exceeds(written, budget) {
-            let (mut at, mut best, mut best_line) = (block.begin, 0.0, "");
-            for (n, line) in bounded_lines(written).enumerate() {
-                let score = total_weight(self.words.match_bits(line), &self.weights);
-                if score > best {
-                    (best, begin, first_line) = (score, at, block.first_line + n);
-                    best_line = line;
+    /// Returns the whole lines between two offsets with their scores, the best first.
+    fn ranked_lines(&self, from: usize, to: usize) -> Vec<(f64, TextExcerpt)> {
+        let overlaps = |block: &LineBlock| block.end > from && block.begin < to;
+        let mut blocks: Vec<&(f64, LineBlock)> =
+            self.blocks.iter().filter(|(score, block)| *score > 0.0 && overlaps(block)).collect();
+        // Blocks with equal scores stay in text order.
+        blocks.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
+        let mut ranked = Vec::new();
+        for (_, block) in blocks.into_iter().take(MAX_COMPARED_BLOCKS) {
+            let mut at = block.begin;
+            for (n, line) in bounded_lines(&self.text[block.begin..block.end]).enumerate() {
+                let (begin, end) = (at, at + line.len());
+                at = end;
+                if begin < from || end > to || line.trim().is_empty() {
+                    continue;
                 }
-                at += line.len();
-            }
-            if tokens::exceeds(best_line, budget) {
-                begin += self.words.excerpt_start(best_line, &self.weights);
+                let line_score = score(line, self.words.match_bits(line), &self.weights);
+                if line_score > 0.0 {
+                    let excerpt = TextExcerpt { begin, end, line: block.first_line + n };
+                    ranked.push((line_score, excerpt));
+                }
             }
         }
-        let rest = &self.text[begin..block.end];
-        let end = begin + snap_to_line_end(rest, tokens::prefix_within(rest, budget).len());
-        TextExcerpt { begin, end, first_line }
+        ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
+        ranked
+    }
+
+    /// Returns a line if it fits, otherwise the part around its highest-scoring word.
+    fn excerpt_line(&self, line: &TextExcerpt, budget: usize) -> TextExcerpt {
+        let written = &self.text[line.begin..line.end];
+        if !tokens::exceeds(written, budget) {
+            return *line;
+        }
+        let begin = line.begin + self.words.excerpt_start(written, &self.weights);
+        let rest = &self.text[begin..line.end];
+        let end = begin + snap_to_word_end(rest, tokens::prefix_within(rest, budget).len());
+        TextExcerpt { begin, end, ..*line }
     }
 }
 
-/// Writes a mark that states how many lines are omitted and where they begin.
-fn write_omission_mark(out: &mut String, count: usize, line: usize) {
-    if !out.is_empty() && !out.ends_with('\n') {
-        out.push('\n');
-    }
-    // If a line is shown in part, that line is the omitted one.
-    let count = count.max(1);
-    let _ = writeln!(out, "[… {count} lines omitted, offset {line}]");
+/// Reduces a line to its words, so that lines which differ only in their figures are equal.
+fn line_template(line: &str) -> String {
+    let letters = line.chars().filter(|c| !c.is_ascii_digit());
+    letters.take(120).collect()
 }
 
-/// Moves an end offset back to the end of a line unless that loses too much.
+/// Writes parts of a text and marks every cut between them.
+struct CutWriter<'t> {
+    text: &'t str,
+    source_lines: Option<&'t [usize]>,
+    out: String,
+    written_to: usize,
+    /// Number of the first line that is not written in full.
+    line: usize,
+}
+
+impl<'t> CutWriter<'t> {
+    fn new(text: &'t str, source_lines: Option<&'t [usize]>) -> Self {
+        Self { text, source_lines, out: String::new(), written_to: 0, line: 0 }
+    }
+
+    /// Writes the part between two offsets, which begins in this line.
+    fn push(&mut self, begin: usize, end: usize, line: usize) {
+        if end <= begin || begin < self.written_to {
+            return;
+        }
+        if begin > self.written_to {
+            self.mark_omission(line);
+            if !is_line_start(self.text, begin) {
+                self.out.push('…');
+            }
+        }
+        let part = &self.text[begin..end];
+        self.out.push_str(part);
+        self.written_to = end;
+        let is_whole = is_line_start(self.text, end) || end == self.text.len();
+        self.line = line + bounded_lines(part).count() - usize::from(!is_whole);
+    }
+
+    /// Writes a mark that states how many lines are omitted and where they begin.
+    fn mark_omission(&mut self, next_line: usize) {
+        let is_cut = self.written_to > 0 && !is_line_start(self.text, self.written_to);
+        if is_cut {
+            self.out.push('…');
+        }
+        if !self.out.is_empty() && !self.out.ends_with('\n') {
+            self.out.push('\n');
+        }
+        // If a line is shown in part, that line is the omitted one.
+        let count = next_line.saturating_sub(self.line).max(1);
+        let lines = self.source_lines;
+        let offset = lines.and_then(|lines| lines.get(self.line).copied()).unwrap_or(self.line);
+        let _ = writeln!(self.out, "[… {count} lines omitted, offset {offset}]");
+    }
+
+    fn finish(mut self, lines: usize) -> String {
+        if self.written_to < self.text.len() {
+            self.mark_omission(lines);
+        }
+        self.out
+    }
+}
+
+/// Returns whether an offset is the start of a line or of the text.
+fn is_line_start(text: &str, at: usize) -> bool {
+    at == 0 || text.as_bytes().get(at - 1) == Some(&b'\n')
+}
+
+/// Moves an end offset back to the end of a line or of a word unless that loses too much.
 fn snap_to_line_end(text: &str, end: usize) -> usize {
     if end == text.len() {
         return end;
     }
     match text[..end].rfind('\n') {
         Some(at) if at + 1 >= end / 2 => at + 1,
-        _ => end,
+        _ => snap_to_word_end(text, end),
     }
 }
 
-/// Returns the length of the tail when it starts at a line, unless that loses too much.
-fn snap_to_line_start(rest: &str, tail: &str) -> usize {
-    if tail.len() == rest.len() {
-        return tail.len();
+/// Moves an end offset back to the end of a word, so that no number is shown in part.
+fn snap_to_word_end(text: &str, end: usize) -> usize {
+    if end == text.len() {
+        return end;
     }
+    let splits = |c: char| c.is_alphanumeric() || matches!(c, '.' | ',' | '_' | '-');
+    let is_inside = |at: usize| {
+        let before = text[..at].chars().next_back().is_some_and(splits);
+        before && text[at..].chars().next().is_some_and(splits)
+    };
+    let is_unspaced = |c: char| c > '\u{2e80}';
+    if !is_inside(end) || text[..end].chars().next_back().is_some_and(is_unspaced) {
+        return end;
+    }
+    let begin = text.floor_char_boundary(end.saturating_sub(40));
+    let word = text[begin..end].rfind(|c: char| !splits(c) || is_unspaced(c));
+    word.map_or(end, |at| begin + at + text[begin + at..].chars().next().map_or(1, char::len_utf8))
+}
+
+/// Moves the start of the tail to the start of a line or of a word, unless that loses too much.
+fn snap_to_line_start(text: &str, begin: usize, min: usize) -> usize {
+    if begin <= min || is_line_start(text, begin) {
+        return begin;
+    }
+    let tail = &text[begin..];
     match tail.find('\n') {
-        Some(at) if at < tail.len() / 2 => tail.len() - at - 1,
-        _ => tail.len(),
+        Some(at) if at < tail.len() / 2 => begin + at + 1,
+        _ => match tail.find([' ', '。', ',']).filter(|at| *at < tail.len() / 4) {
+            Some(at) => begin + at + tail[at..].chars().next().map_or(1, char::len_utf8),
+            None => begin,
+        },
     }
 }
 
@@ -272,102 +353,4 @@ fn split_blocks(text: &str) -> Vec<LineBlock> {
         number += 1;
     }
     blocks
-}
-
-/// Lines of the middle that are shown.
-struct TextExcerpt {
-    begin: usize,
-    end: usize,
-    first_line: usize,
-}
-
-/// Matches the words of the query and then the salient words.
-struct KeywordMatcher<'a> {
-    query_count: usize,
-    all: Vec<&'a str>,
-    finder: Regex,
-}
-
-impl<'a> KeywordMatcher<'a> {
-    fn new(query: &'a [String]) -> Option<Self> {
-        let all: Vec<&str> = query.iter().map(String::as_str).chain(SALIENT).collect();
-        let pattern: Vec<String> = all.iter().map(|word| regex::escape(word)).collect();
-        let finder = RegexBuilder::new(&pattern.join("|")).case_insensitive(true).build().ok()?;
-        Some(Self { query_count: query.len(), all, finder })
-    }
-
-    /// Returns the set of matched words as bits.
-    fn match_bits(&self, text: &str) -> u64 {
-        let mut bits = 0;
-        for hit in self.finder.find_iter(text).take(MAX_HITS) {
-            let hit = hit.as_str().to_lowercase();
-            if let Some(n) = self.all.iter().position(|word| *word == hit) {
-                bits |= 1 << n;
-            }
-        }
-        bits
-    }
-
-    /// Returns the offset at which to start showing a line so that its best word is visible.
-    fn excerpt_start(&self, line: &str, weights: &[f64]) -> usize {
-        let (mut best, mut position) = (0.0, 0);
-        for hit in self.finder.find_iter(line).take(MAX_HITS) {
-            let word = hit.as_str().to_lowercase();
-            let index = self.all.iter().position(|other| *other == word);
-            let weight = index.map_or(0.0, |n| weights[n]);
-            if weight > best {
-                (best, position) = (weight, hit.start());
-            }
-        }
-        let from = line.floor_char_boundary(position.saturating_sub(BYTES_BEFORE_HIT));
-        // Start at a whole word if there is one.
-        let word = line[from..position].find(' ').filter(|_| from > 0);
-        word.map_or(from, |space| from + space + 1)
-    }
-
-    /// Returns the score of each block and the weight of each word.
-    fn score_blocks(&self, text: &str, blocks: &[LineBlock]) -> (Vec<f64>, Vec<f64>) {
-        let found: Vec<u64> =
-            blocks.iter().map(|block| self.match_bits(&text[block.begin..block.end])).collect();
-        let weight = |n: usize| {
-            let having = found.iter().filter(|bits| *bits & (1 << n) != 0).count();
-            // A word that occurs everywhere carries no information.
-            let rarity = (1.0 + blocks.len() as f64 / (1.0 + having as f64)).ln();
-            if n < self.query_count { 3.0 * rarity } else { rarity }
-        };
-        let weights: Vec<f64> = (0..self.all.len()).map(weight).collect();
-        let score = |(block, bits): (&LineBlock, &u64)| {
-            let written = &text.as_bytes()[block.begin..block.end];
-            let digits = written.iter().filter(|byte| byte.is_ascii_digit()).count();
-            // Some figures among words count; a block of nothing but digits is no better than any
-            // other.
-            let figures = digits * 25 > written.len() && digits * 2 < written.len();
-            total_weight(*bits, &weights) + if figures { FIGURES_SCORE } else { 0.0 }
-        };
-        (blocks.iter().zip(&found).map(score).collect(), weights)
-    }
-}
-
-fn total_weight(bits: u64, weights: &[f64]) -> f64 {
-    let found = weights.iter().enumerate().filter(|(n, _)| bits & (1 << n) != 0);
-    found.map(|(_, weight)| weight).sum()
-}
-
-/// Extracts the words of a query that are worth searching for.
-fn query_words(hint: &str) -> Vec<String> {
-    let mut words: Vec<String> = Vec::new();
-    // A query can be as long as the arguments of a call; its beginning is enough.
-    let hint = &hint[..hint.floor_char_boundary(4_000)];
-    for word in hint.split(|c: char| !c.is_alphanumeric() && c != '_') {
-        let word = word.to_lowercase();
-        // In scripts without spaces, a word carries more information in fewer characters.
-        let long = word.chars().count() >= 3 || word.chars().any(|c| c > '\u{2e80}');
-        if long && !STOP_WORDS.contains(&word.as_str()) && !words.contains(&word) {
-            words.push(word);
-        }
-        if words.len() == MAX_QUERY_WORDS {
-            break;
-        }
-    }
-    words
 }

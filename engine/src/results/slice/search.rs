@@ -1,18 +1,18 @@
 //! Searches a result: finds the members that match a pattern, and their pointers.
 //!
 //! A long member is searched recursively, so that a match is the line or item itself and not the
-//! array that contains it.
+//! array that contains it. JSON is searched as it is written and in its decoded forms, so that a
+//! pattern finds a text regardless of escapes and of spaces between the values. A string that holds
+//! JSON is searched as that JSON too.
 
 use regex::{Regex, RegexBuilder};
 use serde_json::Value;
 
-use super::{
-    GrepMatch, MAX_GREP, MemberDecision, MemberWindow, SliceContent, escape_key, invalid_field,
-    json_from_span,
-};
+use super::{GrepMatch, MAX_GREP, MemberDecision, MemberWindow, SliceContent, json_from_span};
 use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::results::pointer::{embedded_json, escape_key, invalid_field};
 use crate::results::text_lines::bounded_lines;
 
 /// Members longer than this are searched recursively.
@@ -55,6 +55,65 @@ pub(super) fn grep_members(
     (total, SliceContent::Matches { matches, matched })
 }
 
+/// Returns whether a pattern matches a JSON value as it is written, or in one of its decoded forms.
+pub(super) fn decoded_forms_match(pattern: &Regex, written: &str) -> bool {
+    if JsonKind::of(written) == JsonKind::Text {
+        let text = decode_string(written);
+        return pattern.is_match(&text)
+            || embedded_json(&text).is_some_and(|json| decoded_forms_match(pattern, json));
+    }
+    pattern.is_match(written)
+        || pattern.is_match(&compact_decoded(written, false))
+        || pattern.is_match(&compact_decoded(written, true))
+}
+
+/// Returns JSON with its strings decoded and without spaces between its values, or with one after
+/// each comma and colon. A string that holds JSON is written as that JSON. For searching only: the
+/// text is not always valid JSON.
+pub(super) fn compact_decoded(written: &str, is_spaced: bool) -> String {
+    let mut out = String::with_capacity(written.len());
+    write_decoded(&mut out, written, is_spaced);
+    out
+}
+
+fn write_decoded(out: &mut String, written: &str, is_spaced: bool) {
+    let kind = JsonKind::of(written);
+    match kind {
+        JsonKind::Text => {
+            let text = decode_string(written);
+            match embedded_json(&text) {
+                Some(json) => write_decoded(out, json, is_spaced),
+                None => {
+                    out.push('"');
+                    out.push_str(&text);
+                    out.push('"');
+                }
+            }
+        }
+        JsonKind::Array | JsonKind::Object => {
+            let is_object = kind == JsonKind::Object;
+            let (mut cursor, mut is_first) = (JsonCursor::new(written), true);
+            out.push(if is_object { '{' } else { '[' });
+            cursor.enter();
+            while cursor.advance() {
+                if !is_first {
+                    out.push_str(if is_spaced { ", " } else { "," });
+                }
+                is_first = false;
+                if is_object {
+                    let key = decode_string(cursor.read_key());
+                    out.push('"');
+                    out.push_str(&key);
+                    out.push_str(if is_spaced { "\": " } else { "\":" });
+                }
+                write_decoded(out, cursor.read_value(), is_spaced);
+            }
+            out.push(if is_object { '}' } else { ']' });
+        }
+        _ => out.push_str(written),
+    }
+}
+
 struct GrepSearch<'s> {
     pattern: &'s Regex,
     take: &'s mut MemberWindow,
@@ -78,6 +137,7 @@ impl GrepSearch<'_> {
 
     fn search_lines(&mut self, text: &str, pointer: &str) -> usize {
         let mut count = 0;
+        let before = self.take.seen;
         for (n, line) in bounded_lines(text).enumerate() {
             count += 1;
             let line = line.trim_end_matches(['\n', '\r']);
@@ -85,6 +145,12 @@ impl GrepSearch<'_> {
                 let line = Json::from_value(&Value::from(line));
                 self.push_match(line.text(), pointer, Some(n));
             }
+        }
+        // The lines of a JSON text break at other positions than its values.
+        if self.take.seen == before
+            && let Some(json) = embedded_json(text)
+        {
+            self.search_value(json, pointer);
         }
         count
     }
@@ -114,10 +180,7 @@ impl GrepSearch<'_> {
     }
 
     fn is_match(&self, value: &str) -> bool {
-        match JsonKind::of(value) {
-            JsonKind::Text => self.pattern.is_match(&decode_string(value)),
-            _ => self.pattern.is_match(value),
-        }
+        decoded_forms_match(self.pattern, value)
     }
 
     fn push_match(&mut self, written: &str, pointer: &str, line: Option<usize>) {

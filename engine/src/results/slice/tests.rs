@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::domain::fault::Code;
 
 const AMPLE: usize = 100_000;
 
@@ -203,5 +204,152 @@ fn an_unresolved_pointer_reports_the_nearest_existing_one() {
         assert_eq!(fault.code, Code::NotFound);
         assert!(fault.message.contains(says), "{fault}");
         assert_eq!(fault.detail.unwrap()["nearest"], nearest);
+    }
+}
+
+fn row_query(
+    conditions: Value,
+    select: &[&str],
+    aggregates: &[(&str, &str)],
+    by: &[&str],
+) -> RowQuery {
+    let mut query = RowQuery::default();
+    query.add_conditions(conditions.as_object().unwrap()).unwrap();
+    let strings = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    (query.select, query.group_by) = (strings(select), strings(by));
+    let aggregate = |(operation, column): &(&str, &str)| {
+        let column = Some((*column).to_owned());
+        Aggregate::new(AggregateOperation::parse(operation).unwrap(), column).unwrap()
+    };
+    query.aggregates = aggregates.iter().map(aggregate).collect();
+    query
+}
+
+#[track_caller]
+fn query(data: &Value, pointer: &str, rows: RowQuery) -> (Value, Vec<usize>, usize, String) {
+    let query = SliceQuery { rows, ..query_at(pointer) };
+    let slice = read_slice(&Json::from_value(data), &query, AMPLE).unwrap();
+    match slice.content {
+        SliceContent::Rows { value, row_numbers, matched } => {
+            (value.to_value(), row_numbers, matched, value.text().to_owned())
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn invoices() -> Vec<Value> {
+    let row = |n: usize| {
+        let city = ["Berlin", "Oslo", "Rom"][n % 3];
+        let tag = format!("t{n}");
+        json!({ "id": n, "city": city, "amount": format!("{n}.10"),
+            "paid": n % 4 == 0, "to": { "zip": format!("{:05}", n) }, "tags": ["a", tag] })
+    };
+    (0..400).map(row).collect()
+}
+
+#[test]
+fn rows_are_filtered_and_selected() {
+    let data = json!({ "invoices": invoices(), "page": 1 });
+    let by_city = json!({ "city": "Oslo", "id": { "gt": 380, "lt": 390 } });
+    let (value, numbers, matched, _) =
+        query(&data, "/invoices", row_query(by_city, &["id", "to.zip"], &[], &[]));
+    assert_eq!(
+        value,
+        json!([{ "id": 382, "to.zip": "00382" }, { "id": 385, "to.zip": "00385" },
+        { "id": 388, "to.zip": "00388" }])
+    );
+    assert_eq!((numbers, matched), (vec![382, 385, 388], 3));
+    // The largest table is found without its pointer, and the answer names it.
+    let tagged = row_query(json!({ "tags": { "contains": "t77" } }), &[], &[], &[]);
+    let slice =
+        read_slice(&Json::from_value(&data), &SliceQuery { rows: tagged, ..query_at("") }, AMPLE);
+    let slice = slice.unwrap();
+    assert_eq!((slice.pointer.as_str(), slice.total, slice.shown), ("/invoices", Some(400), 1));
+    let (value, ..) = query(&data, "", row_query(json!({ "amount": 12.1 }), &["id"], &[], &[]));
+    assert_eq!(value, json!([{ "id": 12 }]), "a number in a text is compared as a number");
+    let (value, ..) =
+        query(&data, "", row_query(json!({ "paid": true, "id": { "lt": 5 } }), &["id"], &[], &[]));
+    assert_eq!(value, json!([{ "id": 0 }, { "id": 4 }]));
+}
+
+#[test]
+fn rows_are_aggregated_exactly_and_by_group() {
+    let data = json!(invoices());
+    let figures = [("count", "*"), ("sum", "amount"), ("min", "id"), ("max", "id"), ("avg", "id")];
+    let (_, _, matched, text) = query(&data, "", row_query(json!({}), &[], &figures, &[]));
+    assert_eq!(
+        text,
+        r#"{"count":400,"sum(amount)":79840.00,"min(id)":0,"max(id)":399,"avg(id)":199.5}"#
+    );
+    assert_eq!(matched, 400);
+    let late = json!({ "id": { "gte": 100 } });
+    let (value, ..) =
+        query(&data, "", row_query(late, &[], &[("count", "*"), ("max", "id")], &["city"]));
+    assert_eq!(
+        value,
+        json!([{ "city": "Oslo", "count": 100, "max(id)": 397 },
+        { "city": "Rom", "count": 100, "max(id)": 398 },
+            { "city": "Berlin", "count": 100, "max(id)": 399 }])
+    );
+    let (value, ..) =
+        query(&data, "", row_query(json!({ "id": 1_000 }), &[], &[("sum", "id")], &[]));
+    assert_eq!(value, json!({ "sum(id)": 0 }));
+}
+
+#[test]
+fn rows_of_texts_are_queried_like_any_other() {
+    let csv: String = (0..300).map(|n| format!("{n},\"Name, {n}\",{}\n", n % 7)).collect();
+    let csv = json!({ "content": [{ "type": "text", "text": format!("id,name,score\n{csv}") }] });
+    let (value, ..) =
+        query(&csv, "", row_query(json!({ "score": 6, "id": { "lt": 14 } }), &[], &[], &[]));
+    assert_eq!(
+        value,
+        json!([{ "id": 6, "name": "Name, 6", "score": 6 },
+        { "id": 13, "name": "Name, 13", "score": 6 }])
+    );
+    let text = json!({ "rows": invoices() }).to_string();
+    let inner = json!({ "content": [{ "type": "text", "text": text }] });
+    let (value, ..) = query(&inner, "", row_query(json!({}), &[], &[("max", "id")], &[]));
+    assert_eq!(value, json!({ "max(id)": 399 }));
+    // A pointer continues inside of the text.
+    let slice =
+        read_slice(&Json::from_value(&inner), &query_at("/content/0/text/rows/7/city"), AMPLE);
+    assert_eq!(super::tests::value(&slice.unwrap()), json!("Oslo"));
+}
+
+#[test]
+fn a_query_that_cannot_be_answered_says_why() {
+    let data = Json::from_value(&json!(invoices()));
+    let refusal = |rows: RowQuery| {
+        read_slice(&data, &SliceQuery { rows, ..query_at("") }, AMPLE).unwrap_err().message
+    };
+    let message = refusal(row_query(json!({ "town": "Oslo" }), &[], &[], &[]));
+    assert!(message.contains("\"town\"") && message.contains("city"), "{message}");
+    let message = refusal(row_query(json!({}), &["id"], &[("count", "*")], &[]));
+    assert!(message.contains("select"), "{message}");
+    let mut query = RowQuery::default();
+    let fault = query.add_conditions(json!({ "id": { "like": 1 } }).as_object().unwrap());
+    assert!(fault.unwrap_err().message.contains("contains"));
+    assert!(Aggregate::new(AggregateOperation::Sum, None).is_err());
+    let scalar = Json::from_value(&json!({ "a": 1 }));
+    let rows = row_query(json!({ "a": 1 }), &[], &[], &[]);
+    let fault = read_slice(&scalar, &SliceQuery { rows, ..query_at("") }, AMPLE).unwrap_err();
+    assert!(fault.message.contains("need a table"), "{fault}");
+}
+
+#[test]
+fn grep_searches_decoded_text() {
+    let spaced = "{\"accounts\": [{\"id\": 1, \"status\": \"past_due\"}, {\"id\": 2, \"state\": \
+                  \"\\u5df2\\u51bb\\u7ed3\"}]}";
+    let written = Json::parse(spaced).unwrap();
+    let escaped = Json::from_value(&json!({ "content": [{ "type": "text", "text": spaced }] }));
+    for (data, pointer) in [(&written, "/accounts"), (&escaped, "/content")] {
+        for pattern in ["\"status\":\"past_due\"", "\"status\": \"past_due\"", "已冻结"] {
+            let query = SliceQuery { grep: Some(pattern.to_owned()), ..query_at("") };
+            let slice = read_slice(data, &query, AMPLE).unwrap();
+            let (pointers, matched) = found(&slice);
+            assert_eq!(matched, 1, "{pattern}: {slice:?}");
+            assert!(pointers[0].0.starts_with(pointer), "{pattern}: {pointers:?}");
+        }
     }
 }

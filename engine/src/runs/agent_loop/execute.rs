@@ -148,6 +148,8 @@ impl<'a> ExecutionPlan<'a> {
             messages.push(message);
         }
         let all = messages.len();
+        // Images and other media of the results follow as messages of their own.
+        messages.extend(answers.iter().skip(results.len()).map(Json::to_value));
         progress.failed_steps =
             if all > 0 && failed == all { progress.failed_steps + 1 } else { 0 };
         progress.repeated_steps =

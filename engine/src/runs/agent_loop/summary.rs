@@ -116,7 +116,11 @@ async fn summarize_call(
     };
     match reply {
         Ok(reply) if !reply.text.trim().is_empty() => {
-            let text = tokens::prefix_within(reply.text.trim(), left);
+            let whole = reply.text.trim();
+            let text = match tokens::exceeds(whole, left) {
+                true => format!("{}…", tokens::prefix_within(whole, left.saturating_sub(1))),
+                false => whole.to_owned(),
+            };
             Some((format!("{head}{text}"), reply.usage))
         }
         Ok(_) => None,

@@ -192,14 +192,14 @@ impl ConversationCall<'_> {
         match self.result.map(|result| &result.outcome) {
             Some(Ok(data)) => render_result(self.call, data, budget),
             Some(Err(fault)) => truncate_to_tokens(&format!("failed: {fault}"), budget),
-            None => tokens::prefix_within(content, budget).to_owned(),
+            None => truncate_to_tokens(content, budget),
         }
     }
 
     fn message(&self, format: CallFormat, content: &str) -> Json {
         let ok = self.result.map(ToolResult::ok);
         let (data, error, metrics, pending) = (None, None, None, None);
-        let answer = EntryAnswer { ok, content, data, error, metrics, pending };
+        let answer = EntryAnswer { ok, content, data, error, metrics, pending, media: &[] };
         model_formats::answer_message(format, Some(&self.id), &answer)
     }
 }

@@ -39,7 +39,9 @@ async fn invalid_arguments_and_tool_failures_are_error_results() {
         let misspelt = client.call("calculation.eval", json!({ "expresion": "1" })).await.result();
         assert_eq!(misspelt["isError"], true);
         assert!(text(&misspelt).contains("expression"), "{misspelt}");
-        assert_eq!(misspelt["structuredContent"]["error"]["code"], "VALIDATION_ERROR");
+        assert_eq!(misspelt["_meta"]["toolcrib/error"]["code"], "VALIDATION_ERROR");
+        // A fault does not match the output schema that the client has seen.
+        assert!(misspelt["structuredContent"].is_null(), "{misspelt}");
         let failed = client.call("calculation.eval", json!({ "expression": "1/0" })).await.result();
         assert_eq!(failed["isError"], true);
         assert!(text(&failed).contains("zero"), "{failed}");
@@ -217,7 +219,7 @@ async fn send_progress(server: &Server, id: &str, progress: Value) {
 }
 
 /// Polls for the next call of the client and skips cancellations.
-async fn poll_call_id(api: &Api) -> String {
+pub(super) async fn poll_call_id(api: &Api) -> String {
     let path = "/internal/ingress/poll?client_id=pc_1&wait_ms=30000";
     until("work", || async {
         let answer = api.get(path).await.is(200);

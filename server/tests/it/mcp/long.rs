@@ -7,9 +7,11 @@ use serde_json::{Value, json};
 use toolcrib::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use toolcrib::{CallId, Effect, Engine, Executor, Json, Risk, ToolDefinition};
 
+use super::calling::poll_call_id;
 use super::parse_read_hint;
-use crate::support::Server;
-use crate::support::mcp::Mcp;
+use crate::support::api::offer_with;
+use crate::support::mcp::{Mcp, McpResponse};
+use crate::support::{Server, soon};
 
 /// Tools of an MCP server that return their arguments as the result.
 struct EchoSource;
@@ -42,7 +44,13 @@ impl Source for EchoSource {
     }
 
     async fn start(&self, attempt: Attempt, _: ProgressSink) -> StartResult {
-        StartResult::Finished(Ok(attempt.args.clone()))
+        // Arguments have a lower limit than results.
+        let picture = attempt.args.to_value()["picture_bytes"].as_u64().map(|bytes| {
+            let data = "QUJD".repeat(bytes as usize / 3);
+            let picture = json!({ "type": "image", "data": data, "mimeType": "image/png" });
+            Json::from_value(&json!({ "content": [picture] }))
+        });
+        StartResult::Finished(Ok(picture.unwrap_or_else(|| attempt.args.clone())))
     }
 
     fn cancel(&self, _: &CallId, _: u32) {}
@@ -75,17 +83,23 @@ async fn the_digest_of_a_long_text_says_how_to_read_the_rest() {
     let server = start_server().await;
     let picture = json!({ "type": "image", "data": "QUJD", "mimeType": "image/png" });
     let text = |text: &str| json!({ "type": "text", "text": text });
-    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+    for (client, link) in [
+        (Mcp::modern(&server.api()), Some("resource_link")),
+        // Older clients fail at a part that they do not know.
+        (Mcp::legacy(&server.api()).await, None),
+    ] {
+        let with_link =
+            |types: &[&'static str]| types.iter().copied().chain(link).collect::<Vec<_>>();
         let one = json!({ "content": [text(&lines("line"))] });
         let result = client.call("parrot.say", one).await.result();
-        assert_eq!(content_types(&result), ["text", "resource_link"]);
+        assert_eq!(content_types(&result), with_link(&["text"]));
         let (hint, slice) = read_hinted_slice(&client, &result).await;
         assert_eq!(hint["pointer"], "/content/0/text", "{hint}");
         assert!(slice.contains("line 99 of many"), "{slice}");
         // Images stay in the content, and the hint still points to the long text.
         let mixed = json!({ "content": [picture, text("a note"), text(&lines("line"))] });
         let result = client.call("parrot.say", mixed).await.result();
-        assert_eq!(content_types(&result), ["text", "image", "resource_link"]);
+        assert_eq!(content_types(&result), with_link(&["text", "image"]));
         let digest = result["content"][0]["text"].as_str().unwrap();
         assert!(digest.contains("a note") && !digest.contains("QUJD"), "{digest}");
         let (hint, slice) = read_hinted_slice(&client, &result).await;
@@ -95,7 +109,7 @@ async fn the_digest_of_a_long_text_says_how_to_read_the_rest() {
         let many: Vec<Value> =
             (0..50).map(|n| text(&lines(&format!("{n}. line"))[..9_000])).collect();
         let result = client.call("parrot.say", json!({ "content": many })).await.result();
-        assert_eq!(content_types(&result), ["text", "resource_link"]);
+        assert_eq!(content_types(&result), with_link(&["text"]));
         let (hint, slice) = read_hinted_slice(&client, &result).await;
         assert_eq!(hint["pointer"], "/content", "{hint}");
         assert!(slice.contains("0. line 9 of many"), "{slice}");
@@ -112,10 +126,12 @@ async fn long_resources_and_structured_content_are_digested_too() {
     let embedded = |resource: &Value| json!({ "type": "resource", "resource": resource });
     let rows: Vec<Value> = (0..5_000).map(|n| json!({ "id": n, "said": "all is well" })).collect();
     let rows = json!({ "rows": rows });
-    for client in [&modern, &legacy] {
+    for (client, link) in [(&modern, Some("resource_link")), (&legacy, None)] {
+        let with_link =
+            |types: &[&'static str]| types.iter().copied().chain(link).collect::<Vec<_>>();
         let arguments = json!({ "content": [embedded(&data), embedded(&resource)] });
         let result = client.call("parrot.say", arguments).await.result();
-        assert_eq!(content_types(&result), ["text", "resource", "resource_link"]);
+        assert_eq!(content_types(&result), with_link(&["text", "resource"]));
         assert_eq!(result["content"][1]["resource"]["uri"], "file:///data");
         let (hint, slice) = read_hinted_slice(client, &result).await;
         assert_eq!(hint["pointer"], "/content/1/resource/text", "{hint}");
@@ -123,13 +139,68 @@ async fn long_resources_and_structured_content_are_digested_too() {
 
         let arguments = json!({ "content": [], "structuredContent": rows });
         let result = client.call("parrot.say", arguments.clone()).await.result();
-        assert_eq!(content_types(&result), ["text", "resource_link"]);
+        assert_eq!(content_types(&result), with_link(&["text"]));
         assert!(result["structuredContent"].is_null());
         let (hint, slice) = read_hinted_slice(client, &result).await;
         assert_eq!(hint["pointer"], "/structuredContent/rows", "{hint}");
         assert!(slice.contains("all is well"), "{slice}");
-        // A tool with an output schema must return structured content of any length.
+        // A tool with an output schema must return structured content: a shortened one.
         let result = client.call("parrot.promise", arguments).await.result();
-        assert_eq!(result["structuredContent"], rows);
+        let structure = &result["structuredContent"];
+        assert_eq!(structure["rows"][0], rows["rows"][0], "{result}");
+        let tokens = toolcrib::results::tokens::count(&structure.to_string());
+        assert!(tokens < 30_000, "{tokens}");
+        assert!(structure["toolcrib_digest"].as_str().unwrap().contains("result.read"));
+    }
+}
+
+#[tokio::test]
+async fn structured_content_always_matches_the_schema_that_the_client_has_seen() {
+    let server = start_server().await;
+    let api = server.api();
+    let schema = json!({ "type": "object", "required": ["rows", "total"], "additionalProperties": false,
+        "properties": { "total": { "type": "integer" }, "rows": { "type": "array", "items": {
+            "type": "object", "required": ["id"], "properties": { "id": { "type": "integer" } } } } } });
+    let rows: Vec<Value> =
+        (0..20_000).map(|n| json!({ "id": n, "note": "x".repeat(20) })).collect();
+    api.register("pc_1", json!([offer_with("rows.typed", json!({ "output_schema": schema }))]))
+        .await;
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        for (report, is_error) in
+            [(json!({ "rows": rows, "total": 20_000 }), false), (Value::Null, true)]
+        {
+            let request =
+                client.request("tools/call", json!({ "name": "rows.typed", "arguments": {} }));
+            let asking =
+                tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await });
+            let id = poll_call_id(&api).await;
+            match is_error {
+                true => api.fail(&id, json!({ "message": "no rows", "retryable": false })).await,
+                false => api.succeed(&id, report).await,
+            };
+            let result = soon("the answer", asking).await.unwrap().result();
+            assert_eq!(result["isError"], is_error, "{}", result["content"]);
+            let structure = &result["structuredContent"];
+            if is_error {
+                assert!(structure.is_null(), "{structure}");
+                assert_eq!(result["_meta"]["toolcrib/error"]["code"], "RUNTIME_ERROR");
+                continue;
+            }
+            assert_eq!(structure["total"], 20_000);
+            assert_eq!(structure["rows"][0]["id"], 0);
+            assert_eq!(structure.as_object().unwrap().len(), 2, "no more entries are allowed");
+            let size = result.to_string().len();
+            assert!(size < 200_000, "{size} bytes");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_picture_of_two_megabytes_reaches_every_client() {
+    let server = start_server().await;
+    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+        let result =
+            client.call("parrot.say", json!({ "picture_bytes": 2_100_000 })).await.result();
+        assert_eq!(result["content"][0]["data"].as_str().unwrap().len(), 2_800_000);
     }
 }

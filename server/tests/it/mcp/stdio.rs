@@ -77,7 +77,7 @@ impl StdioClient {
             format!(r#"{{"jsonrpc":"2.0","id":4,"method":"tools/call","params":{repeated}}}"#);
         self.input.write_all(format!("{line}\n").as_bytes()).await.unwrap();
         let refused = self.read_answer(4).await;
-        let error = &refused["result"]["structuredContent"]["error"];
+        let error = &refused["result"]["_meta"]["toolcrib/error"];
         assert_eq!(error["code"], "VALIDATION_ERROR", "a repeated key: {refused}");
         drop(self.input);
         let ended = soon("the end", self.child.wait()).await.unwrap();

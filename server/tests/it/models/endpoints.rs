@@ -172,6 +172,28 @@ async fn a_conversation_is_translated_for_anthropic() {
 }
 
 #[tokio::test]
+async fn a_model_without_vision_gets_the_texts_of_results_with_images() {
+    let refusal = json!({ "error": { "message": "this model takes no images" } });
+    let refuse = || ScriptedBehavior::Refuse(400, None, refusal.clone());
+    let scripted =
+        ScriptedModel::start_with_replies([refuse(), text_reply("a cat"), refuse()]).await.unwrap();
+    let image =
+        json!({ "type": "image_url", "image_url": { "url": "data:image/png;base64,QUJD" } });
+    let text = json!({ "type": "text", "text": "Returned by the tool call call_1 (files.read):" });
+    let mut prompt = prompt();
+    prompt.messages.push(json!({ "role": "user", "content": [text, image] }));
+    let model = openai(&scripted);
+    assert_eq!(request_reply(&model, &prompt).await.0.unwrap().text, "a cat");
+    let requests = scripted.requests();
+    assert!(requests[0].body.to_string().contains("image_url"));
+    assert_eq!(requests[1].body["messages"].as_array().unwrap().len(), 1);
+    // Other refused requests are not repeated.
+    prompt.messages.pop();
+    assert!(request_reply(&model, &prompt).await.0.is_err());
+    assert_eq!(scripted.requests().len(), 3);
+}
+
+#[tokio::test]
 async fn the_key_is_sent_and_redacted_from_errors() {
     let secret = "sk-very-secret-1234";
     let file = tempfile::NamedTempFile::new().unwrap();

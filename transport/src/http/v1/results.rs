@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::results::slice::{Slice, SliceContent, SliceQuery};
+use toolcrib::results::slice::{RowQuery, Slice, SliceContent, SliceQuery};
 use toolcrib::runs::ResultForModel;
 use toolcrib::{CallId, Caller, Json};
 use utoipa::{IntoParams, ToSchema};
@@ -34,6 +34,20 @@ pub(super) struct ResultQuery {
     limit: Option<String>,
     /// A regular expression: return only matches, each with its pointer.
     grep: Option<String>,
+    /// Conditions on the rows of the table at the pointer, or of the largest table inside it, as
+    /// JSON: `{"status":"open","sum":{"gt":10}}`. Comparisons: `eq`, `ne`, `gt`, `gte`, `lt`, `lte`,
+    /// `contains`.
+    #[serde(rename = "where")]
+    #[param(rename = "where")]
+    conditions: Option<String>,
+    /// Columns of the rows to return, separated by commas or as a JSON array.
+    select: Option<String>,
+    /// Figures over the rows in place of the rows: `sum:amount,count` or
+    /// `[{"op":"sum","column":"amount"}]`; `count`, `sum`, `min`, `max`, `avg`.
+    aggregate: Option<String>,
+    /// Columns that group the figures, separated by commas or as a JSON array. The group with the
+    /// greatest first figure comes first.
+    group_by: Option<String>,
     /// `true`: read the output that the tool returned although it does not match the output schema.
     /// For operators.
     #[param(value_type = Option<bool>)]
@@ -98,9 +112,12 @@ pub(super) struct SliceBody<'a> {
     /// With `grep`: the matches.
     #[serde(skip_serializing_if = "Option::is_none")]
     matches: Option<Vec<MatchBody>>,
-    /// With `grep`: the total number of matches.
+    /// With `grep`: the total number of matches; with a query over rows: of rows that meet `where`.
     #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<usize>,
+    /// With `where` or `select`: the number of each returned row within the table.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    row_numbers: Option<Vec<usize>>,
     /// The start of a single item or entry that is too long by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     beginning: Option<String>,
@@ -138,6 +155,7 @@ impl<'a> SliceBody<'a> {
             value: None,
             matches: None,
             matched: None,
+            row_numbers: None,
             beginning: None,
             next_pointer: None,
         };
@@ -156,6 +174,11 @@ impl<'a> SliceBody<'a> {
             SliceContent::Prefix { text, pointer } => {
                 body.beginning = Some(text);
                 body.next_pointer = Some(pointer);
+            }
+            SliceContent::Rows { value, row_numbers, matched } => {
+                body.value = Some(value);
+                body.row_numbers = Some(row_numbers).filter(|numbers| !numbers.is_empty());
+                body.matched = Some(matched);
             }
         }
         body
@@ -189,7 +212,14 @@ pub(super) async fn read_result(
         Some("true" | "1") => true,
         Some(_) => return Err(param_error("raw", "raw must be true or false").into()),
     };
+    let rows = RowQuery::parse_texts(
+        reading.conditions.as_deref(),
+        reading.select.as_deref(),
+        reading.aggregate.as_deref(),
+        reading.group_by.as_deref(),
+    );
     let part = SliceQuery {
+        rows: rows.map_err(Error::from)?,
         pointer: reading.pointer.unwrap_or_default(),
         offset: parse_count("offset", reading.offset.as_deref())?.unwrap_or(0),
         limit: parse_count("limit", reading.limit.as_deref())?,
@@ -212,8 +242,17 @@ async fn result_for_model<'a>(
     budget: u64,
 ) -> Result<ResultForModelBody<'a>, Error> {
     let ResultQuery { pointer, offset, limit, grep, raw, query, .. } = reading;
-    let slice_fields =
-        [("pointer", pointer), ("offset", offset), ("limit", limit), ("grep", grep), ("raw", raw)];
+    let slice_fields = [
+        ("pointer", pointer),
+        ("offset", offset),
+        ("limit", limit),
+        ("grep", grep),
+        ("where", &reading.conditions),
+        ("select", &reading.select),
+        ("aggregate", &reading.aggregate),
+        ("group_by", &reading.group_by),
+        ("raw", raw),
+    ];
     let is_set = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
     if let Some((field, _)) = slice_fields.into_iter().find(|(_, value)| is_set(value)) {
         let message = format!("{field} reads a part, budget_tokens the whole: give one of them");
@@ -235,6 +274,14 @@ async fn result_for_model<'a>(
             bytes: data.text().len(),
             digest: false,
             text: data.text().to_owned(),
+        },
+        ResultForModel::Text(text) => ResultForModelBody {
+            tool_call_id,
+            budget_tokens: budget,
+            tokens: toolcrib::results::tokens::count(&text),
+            bytes: text.len(),
+            digest: false,
+            text,
         },
         ResultForModel::Digest(digest) => ResultForModelBody {
             tool_call_id,

@@ -14,7 +14,7 @@ use toolcrib::calls::Until;
 use toolcrib::domain::fault::{Code, Fault};
 
 use super::call::{self, ToolDiscovery};
-use crate::mcp::request::{CallerView, ProtocolRevision};
+use crate::mcp::request::{CallerView, McpClientInfo};
 use crate::mcp::state::{McpTransportState, RequestScope};
 use crate::mcp::tool_list::builtin_tools::{
     CALL, CALL_RESULT, CallResultArgs, CatalogueCallArgs, DESCRIBE, DescribeArgs, SEARCH,
@@ -186,20 +186,22 @@ async fn call_result(
         // A safety margin over the engine's wait, which has a limit of its own.
         found = tokio::time::timeout(Duration::from_millis(wait_ms + 60_000), waiting) => found,
     };
+    // The result is one of `call.result`, which declares no output schema.
+    let client = McpClientInfo::from_context(context);
+    let format = ResultFormat::new(None, client.revision).for_client(&client);
     let call = match found {
         Ok(Ok(call)) => call,
         Ok(Err(error)) => {
-            return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
+            return tool_result::refused_call_result(error, &format)
+                .map(CallToolResponse::Complete);
         }
         Err(_) => return Err(ErrorData::internal_error("the wait did not end", None)),
     };
-    // The result is one of `call.result`, which declares no output schema.
-    let format = ResultFormat::new(None, ProtocolRevision::from_context(context));
     let result = match call.status.is_terminal() {
-        true => tool_result::ended_call_result(&call, format, shared.settings.result_tokens).await,
+        true => tool_result::ended_call_result(&call, &format, shared.settings.result_tokens).await,
         false => {
             let link = call.pending_approval().map(|id| shared.engine.approvals().link(id));
-            tool_result::pending_result(&call, format, link.as_deref())
+            tool_result::pending_result(&call, &format, link.as_deref())
         }
     };
     Ok(CallToolResponse::Complete(result))

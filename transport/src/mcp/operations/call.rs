@@ -48,8 +48,8 @@ pub(crate) async fn call_tool(
     let RequestScope { shared, view, context, .. } = scope;
     let client = McpClientInfo::from_context(context);
     let tool = shared.engine.registry().tool(&view.caller, &params.name).ok();
-    let listed = tool.as_deref().filter(|_| discovery == ToolDiscovery::List);
-    let format = ResultFormat::new(listed, client.revision);
+    let listed = tool.as_ref().filter(|_| discovery == ToolDiscovery::List);
+    let format = ResultFormat::new(listed, client.revision).for_client(&client);
     if let Some(state) = params.request_state.clone() {
         let ticket = elicitation::resume_call(shared, view, params, &state).await?;
         let waiter =
@@ -61,13 +61,14 @@ pub(crate) async fn call_tool(
     }
     if let Some(duplicate) = duplicate_keys::find_mark(&context.meta.0) {
         let error = duplicate_key_error(&params.name, duplicate);
-        return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
+        return tool_result::refused_call_result(error, &format).map(CallToolResponse::Complete);
     }
     let invocation = to_call_request(params, &context.meta.0)?;
     let ticket = match shared.engine.calls().invoke(&view.caller, invocation).await {
         Ok(ticket) => ticket,
         Err(error) => {
-            return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
+            return tool_result::refused_call_result(error, &format)
+                .map(CallToolResponse::Complete);
         }
     };
     let waiter = ToolCallWaiter::new(scope, client, format);
@@ -93,8 +94,8 @@ pub(crate) async fn resume_stream(
         true => ToolDiscovery::Catalogue,
         false => ToolDiscovery::List,
     };
-    let listed = tool.as_deref().filter(|_| discovery == ToolDiscovery::List);
-    let format = ResultFormat::new(listed, client.revision);
+    let listed = tool.as_ref().filter(|_| discovery == ToolDiscovery::List);
+    let format = ResultFormat::new(listed, client.revision).for_client(&client);
     let waiter = ToolCallWaiter::new(scope, client, format);
     waiter.track_delivery(&ticket);
     let response = waiter.wait_for_response(&ticket, discovery).await;
@@ -275,7 +276,7 @@ impl<'a> ToolCallWaiter<'a> {
         }
         progress.forward_remaining().await;
         let budget = settings.result_tokens;
-        let result = tool_result::ended_call_result(&call, self.format, budget).await;
+        let result = tool_result::ended_call_result(&call, &self.format, budget).await;
         Ok(CallToolResponse::Complete(result))
     }
 
@@ -437,7 +438,7 @@ impl<'a> ToolCallWaiter<'a> {
             }
         }
         let link = call.pending_approval().map(|id| shared.engine.approvals().link(id));
-        CallToolResponse::Complete(tool_result::pending_result(call, self.format, link.as_deref()))
+        CallToolResponse::Complete(tool_result::pending_result(call, &self.format, link.as_deref()))
     }
 
     fn task_response(&self, call: &Call) -> CallToolResponse {
