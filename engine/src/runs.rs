@@ -6,6 +6,7 @@ pub(crate) mod caller_executed;
 pub mod context;
 pub(crate) mod conversations;
 pub(crate) mod driver;
+pub(crate) mod finish;
 pub(crate) mod manage;
 pub(crate) mod read_result;
 pub(crate) mod rejoin;
@@ -23,6 +24,7 @@ use crate::ports::core::Core;
 use crate::ports::model::ModelResolver;
 pub use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::registry::Registry;
+use crate::utp::Utp;
 
 pub use active::StartedRun;
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
@@ -39,6 +41,7 @@ pub struct Runs {
     pub(crate) registry: Arc<Registry>,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) calls: Arc<Calls>,
+    pub(crate) utp: Arc<Utp>,
     pub(crate) models: Arc<dyn ModelResolver>,
     /// Name of the model that summarizes long results.
     pub(crate) summary_model: Option<String>,

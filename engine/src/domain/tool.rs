@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use crate::domain::id::hex;
 use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
-use crate::domain::utp::Binding;
+use crate::domain::utp::{AfterExecution, Binding};
 
 /// The name of the party that executes a tool, such as `mcp`.
 ///
@@ -279,7 +279,7 @@ pub struct ToolDefinition {
     pub fallback: Vec<Fallback>,
     /// Data from the tool's owner, returned with the tool; `title` is shown to people.
     pub metadata: Option<Json>,
-    /// Execution settings; only for tools that a tool service or an HTTP API executes.
+    /// Execution settings of a project's tool; for a function only the effect of its results.
     pub binding: Option<Binding>,
 }
 
@@ -321,6 +321,12 @@ impl ToolDefinition {
 }
 
 impl ToolDefinition {
+    /// Returns the effect of a result on the run or turn that made the call, if the definition
+    /// declares one.
+    pub fn after_execution(&self) -> Option<AfterExecution> {
+        self.binding.as_ref().map(|binding| binding.after_execution)
+    }
+
     /// Returns the argument rules, and the schema that the executed arguments must match.
     pub(crate) fn argument_rules(&self) -> (Option<ArgumentRules>, Json) {
         let Some(utp) = &self.binding else { return (None, self.input_schema.clone()) };

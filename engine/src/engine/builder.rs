@@ -30,8 +30,9 @@ use crate::ports::observer::Observer;
 use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
-use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
+use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::{Admin, OperatorCredential, Registry};
+use crate::runs::finish::run_finish_tool;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
@@ -53,6 +54,7 @@ pub struct EngineBuilder {
     audit_retention_ms: Option<u64>,
     publishes_outbox: bool,
     has_result_read: bool,
+    has_run_finish: bool,
     webhook_sender: Option<Arc<dyn WebhookSender>>,
     webhook_settings: DeliverySettings,
     observer: Option<Arc<dyn Observer>>,
@@ -100,6 +102,14 @@ impl EngineBuilder {
     /// [`Registry::tools`] lists it for an agent only if a rule names it.
     pub fn with_result_read_tool(mut self) -> Self {
         self.has_result_read = true;
+        self
+    }
+
+    /// Adds the tool `run.finish`, with which a model ends its run with an answer and typed result
+    /// fields. No other tool can then have this name. Every agent loop with tools offers it; no
+    /// list of tools contains it.
+    pub fn with_run_finish_tool(mut self) -> Self {
+        self.has_run_finish = true;
         self
     }
 
@@ -226,7 +236,8 @@ impl EngineBuilder {
         let runs_handle = RunsHandle::default();
         let result_read = || read_result::result_read_tool(runs_handle.clone());
         let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
-        let tools = self.tools.into_iter().chain(result_read).collect();
+        let run_finish = self.has_run_finish.then(|| Arc::new(run_finish_tool()) as Arc<dyn Tool>);
+        let tools = self.tools.into_iter().chain(result_read).chain(run_finish).collect();
         let sources = collect_sources(tools, &client_queue, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
         let id_generator = IdGenerator::default();
@@ -280,6 +291,7 @@ impl EngineBuilder {
             registry: registry.clone(),
             dispatcher: dispatcher.clone(),
             calls: calls.clone(),
+            utp: utp.clone(),
             models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
@@ -380,10 +392,14 @@ fn check_unique_names(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
 
 fn duplicate_name(name: &str) -> Error {
     let mut message = format!("there are two built-in tools named \"{name}\"");
-    if name == RESULT_READ {
-        message.push_str(
-            "; one is the engine's own: rename yours, or build without with_result_read_tool()",
-        );
+    let option = match name {
+        RESULT_READ => Some("with_result_read_tool()"),
+        RUN_FINISH => Some("with_run_finish_tool()"),
+        _ => None,
+    };
+    if let Some(option) = option {
+        let hint = format!("; one is the engine's own: rename yours, or build without {option}");
+        message.push_str(&hint);
     }
     Error::refused(Code::Conflict, message)
 }

@@ -37,6 +37,9 @@ use crate::schema::{self, CompileBudget, Schema};
 /// Name of the tool that reads results.
 pub const RESULT_READ: &str = "result.read";
 
+/// Name of the tool that ends a run.
+pub const RUN_FINISH: &str = "run.finish";
+
 /// A tool with its compiled schemas, ready to be called.
 #[derive(Debug, Clone)]
 pub struct CatalogEntry {
@@ -294,10 +297,13 @@ impl Catalog {
         index
     }
 
-    /// Returns every tool available in a project, sorted by name.
+    /// Returns every tool available in a project, sorted by name. [`RUN_FINISH`] is none of them:
+    /// it has a meaning only in a run, whose model gets it with the others.
     pub fn tools(&self, project: &str) -> Vec<Arc<CatalogEntry>> {
         let project_tools = self.project_tools.values_in(project);
-        let mut tools: Vec<_> = self.shared_tools.values().chain(project_tools).cloned().collect();
+        let shared = self.shared_tools.values();
+        let shared = shared.filter(|entry| entry.definition.name != RUN_FINISH);
+        let mut tools: Vec<_> = shared.chain(project_tools).cloned().collect();
         tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
         tools
     }

@@ -13,7 +13,9 @@ use crate::calls::Calls;
 use crate::runs::Runs;
 
 mod driver;
+mod ending;
 mod execute;
+mod late_results;
 mod limits;
 mod request;
 mod resume;
@@ -27,9 +29,11 @@ use crate::domain::fault::Fault;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
 use crate::domain::run::options::Concurrency;
 use crate::domain::run::progress::{FinalAnswer, PendingCall};
+use crate::domain::utp::AfterExecution;
 use crate::ports::model::Delta;
 
 pub use driver::AgentLoop;
+pub(crate) use driver::RecordedCallAnswer;
 pub use limits::check_messages;
 pub(crate) use limits::{call_fingerprint, replace_late_call_id, stop_reason_of};
 pub use tool_selection::check_tool_patterns;
@@ -50,7 +54,8 @@ pub enum StepOutcome {
     /// The calls were executed and their results are in the conversation: the next request can
     /// follow.
     Continue,
-    /// The model gave its final answer.
+    /// There is a final answer: the model's, or a result that ends the run
+    /// ([`FinalAnswer::terminated_by`]).
     Answered(FinalAnswer),
     /// The model called caller tools. The Toolcrib calls of the same reply have been executed and
     /// answered in the conversation; these calls await messages from the caller.
@@ -58,6 +63,9 @@ pub enum StepOutcome {
     /// The model has nothing to do until late results arrive. Any text of its reply is in the
     /// conversation.
     AwaitingResults,
+    /// Calls of tools that suspend the run have not ended. The next request follows when all of
+    /// them have.
+    Suspended,
 }
 
 /// An event of the agent loop, emitted as it happens.
@@ -111,6 +119,8 @@ pub enum LoopEvent<'a> {
         call: &'a PendingCall,
         /// Message that adds the result to the conversation.
         message: &'a Value,
+        /// Effect of the result on the run.
+        after_execution: Option<AfterExecution>,
     },
 }
 

@@ -10,6 +10,7 @@ mod clients;
 mod clock_steps;
 mod context;
 mod credentials;
+mod endings;
 mod engine;
 mod examples;
 mod limits;

@@ -9,7 +9,9 @@ use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
 use crate::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
 use crate::domain::run::options::{RunLimits, RunOptions};
-use crate::domain::run::progress::{PendingCall, RepeatCounter, RunProgress, StopReason};
+use crate::domain::run::progress::{
+    FinalAnswer, PendingCall, RepeatCounter, RunProgress, StopReason,
+};
 use crate::model_formats::fault_content;
 use crate::registry::model_tool_names;
 
@@ -246,6 +248,13 @@ pub(super) fn truncated_arguments_content(
 /// Returns the content for a call that was not made before the run was canceled.
 pub(super) fn canceled_call_content() -> String {
     let message = "not done: the run was canceled before this call was made";
+    fault_content(&Fault::new(Code::Canceled, message).without_side_effect())
+}
+
+/// Returns the content for a call of the caller's tools beside a result that ended the run.
+pub(super) fn unneeded_call_content(answer: &FinalAnswer) -> String {
+    let by = answer.terminated_by.as_ref().map_or("another call", |call| &call.name);
+    let message = format!("not done: the result of {by} ended the run");
     fault_content(&Fault::new(Code::Canceled, message).without_side_effect())
 }
 

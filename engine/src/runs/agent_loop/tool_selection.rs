@@ -10,7 +10,7 @@ use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::run::options::RunOptions;
 use crate::model_formats::{ToolFormat, describe_tool};
-use crate::registry::catalog::RESULT_READ;
+use crate::registry::catalog::{RESULT_READ, RUN_FINISH};
 use crate::registry::model_tool_names;
 use crate::runs::Runs;
 
@@ -57,6 +57,10 @@ impl ToolSelection {
         if !tools.is_empty() && !has_reader {
             // The model needs it to read the omitted parts of a digest.
             tools.extend(engine.registry.tool(caller, RESULT_READ));
+        }
+        if !tools.is_empty() {
+            // A run without any tool ends with its answer, and its model may not know tools at all.
+            tools.extend(engine.registry.tool(caller, RUN_FINISH));
         }
         let model_names = model_tool_names::names_for_model(
             tools.iter().map(|entry| entry.definition.name.as_str()),

@@ -19,7 +19,7 @@ use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
-use toolcrib::domain::run::progress::Conversation;
+use toolcrib::domain::run::progress::{Conversation, TerminatingCall};
 use toolcrib::ports::model::{Delta, ResolvedModel};
 use toolcrib::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome, check_messages};
 use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
@@ -296,13 +296,13 @@ impl OpenAiConversation {
         let next =
             run_steps(&mut agent_loop, &mut self.conversation, self.wait, &checkpoints).await?;
         drop(agent_loop);
+        let mut terminated_by = None;
         let (text, calls, finish_reason, limit) = match next {
-            StepOutcome::Answered(answer) => (
-                answer.text,
-                Vec::new(),
-                answer.finish_reason,
-                answer.stop_reason.map(|reason| reason.as_str()),
-            ),
+            StepOutcome::Answered(answer) => {
+                terminated_by = answer.terminated_by;
+                let limit = answer.stop_reason.map(|reason| reason.as_str());
+                (answer.text, Vec::new(), answer.finish_reason, limit)
+            }
             StepOutcome::CallerToolCalls(calls) => {
                 let calls = self.save_unseen_messages(calls).await?;
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
@@ -310,18 +310,20 @@ impl OpenAiConversation {
                 let finish_reason = *finish_reason.lock();
                 (text, calls, finish_reason, None)
             }
-            StepOutcome::AwaitingResults | StepOutcome::Continue => {
+            StepOutcome::AwaitingResults | StepOutcome::Suspended | StepOutcome::Continue => {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 let still_running = || "It continues in the background.".to_owned();
                 let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
                 (text, Vec::new(), FinishReason::Stop, None)
             }
         };
-        deduplicator.lock().finish(&text);
+        // The answer that a result makes is not the model's text, which may precede it.
+        deduplicator.lock().finish(&text, terminated_by.is_some());
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
-        let metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
+        let mut metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
             "tool_calls": *call_summaries.lock(), "limit_reached": limit });
+        add_ending(&mut metadata, terminated_by);
         let messages = std::mem::take(&mut self.conversation.messages);
         let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
@@ -456,11 +458,23 @@ fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
     texts
 }
 
+/// Adds the call whose result ended the run, if one did.
+fn add_ending(metadata: &mut Value, terminated_by: Option<TerminatingCall>) {
+    if let Some(call) = terminated_by {
+        metadata["deliverable_card_id"] = call.card_id.into();
+        metadata["terminated_by"] = json!({ "tool_call_id": call.tool_call_id,
+            "name": call.name, "result_fields": call.result_fields, "error": call.error });
+    }
+}
+
 fn call_summary(settled: &BatchEntryResult) -> Value {
     let id = settled.call().map(|call| call.id.as_str());
     let mut summary = json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() });
     if let Some(approval_id) = settled.call().and_then(|call| call.pending_approval()) {
         summary["approval_id"] = approval_id.into();
+    }
+    if let Some(after_execution) = settled.after_execution() {
+        summary["after_execution"] = after_execution.as_str().into();
     }
     summary
 }
@@ -525,8 +539,12 @@ impl TextDeduplicator<'_> {
         }
     }
 
-    /// Forwards the rest of the text, including text that arrived without deltas.
-    fn finish(&mut self, text: &str) {
+    /// Forwards the rest of the text, including text that arrived without deltas; a text that is
+    /// not the model's as another step.
+    fn finish(&mut self, text: &str, is_new_step: bool) {
+        if is_new_step {
+            self.start_step();
+        }
         let missing = text.strip_prefix(self.received.as_str()).unwrap_or(text);
         if !missing.is_empty() && self.received != text {
             self.push_text(missing);
@@ -586,7 +604,7 @@ async fn run_steps(
         checkpoints.prepare_step(agent_loop, conversation).await?;
         match agent_loop.execute_reply(conversation).await? {
             StepOutcome::Continue => {}
-            StepOutcome::AwaitingResults => {
+            StepOutcome::AwaitingResults | StepOutcome::Suspended => {
                 let late = agent_loop.wait_for_late_result(conversation);
                 match tokio::time::timeout(wait, late).await {
                     Ok(arrived) => arrived?,
