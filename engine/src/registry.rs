@@ -35,7 +35,7 @@ pub use catalog::{
 pub use credentials::{Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};
 pub use model_tool_names::name_for_model;
-pub use projects::check_array_items;
+pub use projects::{check_array_items, parse_agent_definition};
 pub use search::ToolMatch;
 pub use session_tokens::{CreatedSessionToken, MAX_SESSION_TOKEN_TTL_MS, NewSessionToken};
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod active;
 pub mod agent_loop;
+pub(crate) mod agents;
 pub(crate) mod caller_executed;
 pub mod context;
 pub(crate) mod conversations;
@@ -17,6 +18,7 @@ pub(crate) mod subscribers;
 use std::sync::Arc;
 
 use active::ActiveRuns;
+use agents::budget::RunTrees;
 
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
@@ -27,6 +29,7 @@ use crate::registry::Registry;
 use crate::utp::Utp;
 
 pub use active::StartedRun;
+pub use agents::{RunTree, RunTreeNode, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
 pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
 pub use manage::{RunPage, RunQuery, RunRequest};
@@ -41,12 +44,13 @@ pub struct Runs {
     pub(crate) registry: Arc<Registry>,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) calls: Arc<Calls>,
-    pub(crate) utp: Arc<Utp>,
     pub(crate) models: Arc<dyn ModelResolver>,
     /// Name of the model that summarizes long results.
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
     pub(crate) active_runs: ActiveRuns,
+    pub(crate) run_trees: RunTrees,
+    pub(crate) utp: Arc<Utp>,
     pub(crate) conversations: Conversations,
 }
 

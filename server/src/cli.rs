@@ -110,6 +110,8 @@ Examples:
     Approvals(calls::approvals::ApprovalsArgs),
     /// Send a question to a model and show its tool calls
     Run(run::RunArgs),
+    /// Show runs
+    Runs(run::tree::RunsArgs),
     /// Show calls as they happen
     Watch(watch::WatchArgs),
     /// Run as an MCP server on standard input and output, or manage upstream MCP servers
@@ -132,6 +134,8 @@ Examples:
     Limits(admin::limits::LimitsArgs),
     /// Switch a tool, an agent, a source or a project off at once, and on again
     Switch(admin::switches::SwitchArgs),
+    /// List, show, define and remove agents, which are called like tools
+    Agents(admin::agents::AgentsArgs),
     /// Show denied calls and administrative changes
     Audit(admin::AuditArgs),
     /// Check configuration, data directory, port, store, keys and NATS, with advice on each problem
@@ -411,6 +415,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Calls(args) => calls::run(context, args).await,
         CliCommand::Approvals(args) => calls::approvals::run(context, args).await,
         CliCommand::Run(args) => run::run(context, args).await,
+        CliCommand::Runs(args) => run::tree::run(context, args).await,
         CliCommand::Watch(args) => watch::run(context, args).await,
         CliCommand::Mcp(args) => mcp::run(context, args).await,
         CliCommand::Utp(args) => utp::run(context, args).await,
@@ -427,6 +432,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Rules(args) => admin::rules(context, args).await,
         CliCommand::Limits(args) => admin::limits::limits(context, args).await,
         CliCommand::Switch(args) => admin::switches::switch(context, args).await,
+        CliCommand::Agents(args) => admin::agents::agents(context, args).await,
         CliCommand::Audit(args) => admin::audit(context, args).await,
         CliCommand::Doctor(args) => doctor::run(context, args).await,
     }

@@ -3,6 +3,7 @@
 //! [`Run`] holds the current state. The journal holds the history and every message of the
 //! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
 
+pub mod model_reply;
 pub mod options;
 pub mod progress;
 use std::str::FromStr;
@@ -13,8 +14,10 @@ use progress::{FinalAnswer, RunProgress};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::domain::agent::{OnParentEnd, ResultField};
 use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, Role, RoleSet};
 use crate::domain::event::CallEvent;
+use crate::domain::id::CallId;
 
 pub use progress::RunError;
 
@@ -142,6 +145,59 @@ pub struct Run {
     pub ended_ms: Option<u64>,
     /// Number of saved states, from 1.
     pub version: u64,
+    /// Its place in a tree of agents, if a call of an agent started it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lineage: Option<Box<RunLineage>>,
+    /// The box of cards that gives the run its context.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_box_id: Option<String>,
+}
+
+/// The parts of its caller's budget that a run has for itself and the agents that it calls. A part
+/// that is `None` is shared with the caller.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RunBudget {
+    /// Number of tool calls.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calls: Option<u64>,
+    /// Number of tokens of all requests and replies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<u64>,
+}
+
+/// The place of a run in a tree of agents.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunLineage {
+    /// Agent whose profile the run has.
+    pub agent_id: String,
+    /// Version of the agent.
+    pub agent_version: u64,
+    /// Call that the run answers: the end of the run is the outcome of the call.
+    pub call_id: CallId,
+    /// Number of the call's attempt.
+    pub attempt: u32,
+    /// Run that made the call; `None` if no run did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_run_id: Option<String>,
+    /// First run of the tree; the run itself if no run made the call.
+    pub root_run_id: String,
+    /// Number of agents above the run.
+    pub depth: u32,
+    /// Largest depth that a run below this one may have.
+    pub max_depth: u32,
+    /// Agents above the run, from the first to its caller.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ancestors: Vec<String>,
+    /// Fate of the run when its parent ends.
+    #[serde(default)]
+    pub on_parent_end: OnParentEnd,
+    /// Reserved parts of the parent's budget.
+    #[serde(default)]
+    pub budget: RunBudget,
+    /// Fields that the result must have.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub result_fields: Vec<ResultField>,
 }
 
 impl Run {

@@ -36,11 +36,13 @@ impl Executor {
     pub const HTTP: Self = Self("http");
     /// The caller itself; Toolcrib only records the call.
     pub const CALLER: Self = Self("caller");
+    /// An agent.
+    pub const AGENT: Self = Self("agent");
 
     /// The executors that Toolcrib itself uses. The position of each is part of the versions of its
     /// tools, so the order never changes.
-    pub const STANDARD: [Self; 6] =
-        [Self::BUILTIN, Self::CLIENT, Self::UTP, Self::MCP, Self::HTTP, Self::CALLER];
+    pub const STANDARD: [Self; 7] =
+        [Self::BUILTIN, Self::CLIENT, Self::UTP, Self::MCP, Self::HTTP, Self::CALLER, Self::AGENT];
 
     /// Names an executor: lower-case letters, digits and `_`, at most 32.
     ///
@@ -104,6 +106,8 @@ impl Executor {
             Self::HTTP => SourceTraits { needs_command: true, exact_numbers: false, ..common },
             // The caller executes its own calls: the attempt needs no acknowledgement.
             Self::CALLER => SourceTraits { reports_later: true, ..common },
+            // The run of an agent is stored, and its end is the result of the call.
+            Self::AGENT => SourceTraits { reports_later: true, retries: false, ..common },
             _ => common,
         }
     }

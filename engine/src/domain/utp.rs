@@ -384,23 +384,6 @@ pub struct DeadLetter {
     pub last_redrive_result: Option<String>,
 }
 
-/// An agent that Toolcrib can wake.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AgentEntry {
-    /// Id of the agent's project.
-    pub project: String,
-    /// Id of the agent; unique in the project.
-    pub agent_id: String,
-    /// Target of its wakeups: `cmd.agent.<worker_target>.wakeup`.
-    pub worker_target: String,
-    /// Profile of the agent, as given; Toolcrib does not interpret it.
-    pub profile: Option<Json>,
-    /// The tools it may call in a turn; `None` for every tool that the rules allow.
-    pub allowed_tools: Option<Vec<String>>,
-    /// Time of the last change, in Unix milliseconds.
-    pub updated_ms: u64,
-}
-
 /// Returns true if a text is a valid token of a subject.
 pub fn is_token(text: &str) -> bool {
     let is_allowed = |c: char| c.is_ascii_graphic() && !matches!(c, '.' | '*' | '>');

@@ -32,6 +32,7 @@ use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::{Admin, OperatorCredential, Registry};
+use crate::runs::agents::AgentSource;
 use crate::runs::finish::run_finish_tool;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, Runs};
@@ -236,9 +237,11 @@ impl EngineBuilder {
         let runs_handle = RunsHandle::default();
         let result_read = || read_result::result_read_tool(runs_handle.clone());
         let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
-        let run_finish = self.has_run_finish.then(|| Arc::new(run_finish_tool()) as Arc<dyn Tool>);
+        let run_finish = || Arc::new(run_finish_tool(runs_handle.clone())) as Arc<dyn Tool>;
+        let run_finish = self.has_run_finish.then(run_finish);
         let tools = self.tools.into_iter().chain(result_read).chain(run_finish).collect();
-        let sources = collect_sources(tools, &client_queue, self.sources)?;
+        let agents = Arc::new(AgentSource::default());
+        let sources = collect_sources(tools, &client_queue, &agents, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
         let id_generator = IdGenerator::default();
         let core = Arc::new(Core {
@@ -291,11 +294,12 @@ impl EngineBuilder {
             registry: registry.clone(),
             dispatcher: dispatcher.clone(),
             calls: calls.clone(),
-            utp: utp.clone(),
             models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
             active_runs: Default::default(),
+            run_trees: Default::default(),
+            utp: utp.clone(),
             conversations: Conversations::new(&core, &registry, &calls),
         });
         client_queue
@@ -304,6 +308,7 @@ impl EngineBuilder {
         dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
+        agents.set_runs(&runs);
         registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
         Ok(Engine { core, registry, admin, clients, calls, approvals, utp, webhooks, runs })
@@ -329,11 +334,17 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
 fn collect_sources(
     tools: Vec<Arc<dyn Tool>>,
     client_queue: &Arc<ClientQueue>,
+    agents: &Arc<AgentSource>,
     provided: Vec<Arc<dyn Source>>,
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let builtin = [functions, client_queue.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
+    let builtin = [
+        functions,
+        client_queue.clone() as Arc<dyn Source>,
+        Arc::new(CallerSource),
+        agents.clone(),
+    ];
     Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }
 

@@ -4,6 +4,7 @@
 //! are compiled when it is registered, within the budget of the request, and otherwise at its first
 //! call; in both cases on a thread where no other call waits.
 
+mod agent_tools;
 mod project_map;
 mod registration_checks;
 pub(crate) mod rule_index;
@@ -215,7 +216,11 @@ impl Catalog {
             clock: self.clock.clone(),
             ..Self::default()
         };
-        for definition in &directory.tools {
+        let agents = directory.roster.iter().filter_map(|entry| {
+            Some(agent_tools::agent_tool(&entry.project, entry.definition.as_deref()?))
+        });
+        let agents: Vec<ToolDefinition> = agents.collect();
+        for definition in directory.tools.iter().chain(&agents) {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
             let unchanged = self

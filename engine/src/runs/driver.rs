@@ -150,6 +150,8 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         let mut state = active_run.state.lock().await;
         (state.run.clone(), state.initial_messages.take())
     };
+    let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
+    let tree_position = (run.project.clone(), root.clone(), run.id.clone());
     let chosen = find_model(engine, &run.model)?;
     let messages = match initial_messages {
         Some(messages) => messages,
@@ -184,6 +186,7 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         journaled_count,
         added_count: 0,
         uncommitted: &uncommitted,
+        tree_position,
     };
     driven.run_to_end(waits).await
 }
@@ -259,6 +262,8 @@ struct RunDriver<'a> {
     /// Number of user messages that are in the conversation but not yet in the journal.
     added_count: usize,
     uncommitted: &'a Mutex<UncommittedEvents>,
+    /// Project, first run of the tree, and id of the run.
+    tree_position: (String, String, String),
 }
 
 impl RunDriver<'_> {
@@ -271,6 +276,7 @@ impl RunDriver<'_> {
             }
             self.take_user_messages().await;
             self.check_key_active()?;
+            self.check_budget();
             // A reply that was pending before is already in the journal.
             let is_new = self.conversation.progress.pending_reply.is_none();
             self.agent_loop.request_reply(&mut self.conversation).await?;
@@ -336,6 +342,13 @@ impl RunDriver<'_> {
     /// Fails if the agent or the project of the run is switched off.
     fn check_is_on(&self) -> Result<(), Error> {
         Ok(self.engine.registry.catalog().check_caller_is_on(&self.caller)?)
+    }
+
+    /// Ends the run with its next request if the budget that it shares with agents is used up.
+    fn check_budget(&mut self) {
+        let (project, root, run_id) = &self.tree_position;
+        self.conversation.progress.exhausted_budget =
+            self.engine.run_trees.exhausted(project, root, run_id);
     }
 
     /// Fails if the API key that the run acts for was revoked.
@@ -585,14 +598,19 @@ impl Runs {
             let message = "the run was changed by another process meanwhile; try again";
             return Err(Error::refused(Code::Conflict, message));
         }
-        if next.status.is_terminal() && !state.run.status.is_terminal() {
+        let has_ended = next.status.is_terminal() && !state.run.status.is_terminal();
+        if has_ended {
             engine_metrics::count_run_end(next.status.as_str());
         }
+        self.run_trees.update(&next);
         *active_run.status.lock() = next.status;
         state.run = next.clone();
         drop(state);
         let (project, run_id) = (next.project.clone(), next.id.clone());
         self.core.bus.wake(&Topic::Run { project, run_id });
+        if has_ended {
+            self.handle_run_end(&next);
+        }
         Ok(next)
     }
 }

@@ -1,6 +1,8 @@
 //! The end of a run: the tool `run.finish`, with which a model ends its run, and the card that
 //! holds the run's answer.
 
+use std::sync::Weak;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -12,8 +14,11 @@ use crate::domain::run::Run;
 use crate::domain::tool::{Effect, Risk};
 use crate::domain::utp::card::{Card, TASK_DELIVERABLE, into_map};
 use crate::domain::utp::{AfterExecution, trace};
-use crate::ports::fn_tool::FnTool;
+use crate::ports::fn_tool::{FnTool, ToolContext};
 use crate::registry::catalog::RUN_FINISH;
+use crate::runs::Runs;
+use crate::runs::agents::check_finish;
+use crate::runs::read_result::RunsHandle;
 
 #[derive(Debug, Deserialize, JsonSchema)]
 struct RunFinishArgs {
@@ -43,25 +48,42 @@ struct RunControl {
 ///
 /// Only a result of it ends the run, by its control field: the definition itself does not, so that
 /// a model can correct a call that was refused or failed.
-pub(crate) fn run_finish_tool() -> FnTool {
+pub(crate) fn run_finish_tool(handle: RunsHandle) -> FnTool {
     let description = "Ends the run with this answer. Call it instead of answering in text when \
                        nothing is left to do.";
-    let function = |args: RunFinishArgs| async move {
-        if args.answer.trim().is_empty() && args.result_fields.is_none() {
-            let message = "answer: there is none; give the final answer, or the result_fields";
-            return Err(Fault::new(Code::ValidationError, message).without_side_effect());
-        }
-        let after_execution = AfterExecution::Terminate.as_str();
-        Ok(RunFinishOutput {
-            answer: args.answer,
-            result_fields: args.result_fields,
-            control: RunControl { after_execution },
-        })
+    let function = move |args: RunFinishArgs, context: ToolContext| {
+        let runs = handle.get().and_then(Weak::upgrade);
+        async move { finish_run(runs.as_deref(), args, &context).await }
     };
-    FnTool::new(RUN_FINISH, description, function)
+    FnTool::with_context(RUN_FINISH, description, function)
         .effect(Effect::Read)
         .risk(Risk::Low)
         .timeout_ms(10_000)
+}
+
+async fn finish_run(
+    runs: Option<&Runs>,
+    args: RunFinishArgs,
+    context: &ToolContext,
+) -> Result<RunFinishOutput, Fault> {
+    if args.answer.trim().is_empty() && args.result_fields.is_none() {
+        let message = "answer: there is none; give the final answer, or the result_fields";
+        return Err(Fault::new(Code::ValidationError, message).without_side_effect());
+    }
+    if let Some(runs) = runs {
+        // A conversation of OpenAI's API is no stored run, and declares no result fields.
+        let run = runs.core.store.runs().run(&context.project, &context.run_id).await;
+        let unread = |_| Fault::new(Code::Overloaded, "the run cannot be read; try again");
+        if let Some(run) = run.map_err(unread)? {
+            check_finish(&run, &args.answer, args.result_fields.as_ref())?;
+        }
+    }
+    let after_execution = AfterExecution::Terminate.as_str();
+    Ok(RunFinishOutput {
+        answer: args.answer,
+        result_fields: args.result_fields,
+        control: RunControl { after_execution },
+    })
 }
 
 /// Builds the card with the answer of a run that no result terminated. A run that is continued may

@@ -5,6 +5,7 @@
 
 mod access_rules;
 mod agent_loop;
+mod agents;
 mod batch;
 mod clients;
 mod clock_steps;

@@ -5,6 +5,7 @@
 //! and none was given, the command starts one on the data directory for the duration of the run.
 
 mod replay;
+pub mod tree;
 mod view;
 use std::io::Read;
 use std::time::Duration;

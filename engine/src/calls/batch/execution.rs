@@ -19,7 +19,7 @@ use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::domain::tool::Effect;
+use crate::domain::tool::{Effect, Executor};
 use crate::domain::utp::AfterExecution;
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
@@ -193,9 +193,11 @@ impl BatchExecution {
             BatchMode::Serial => true,
             BatchMode::Unordered => false,
             // An unknown tool is refused at once and need not wait for its predecessors.
-            BatchMode::Parallel => self.tools[index]
-                .as_ref()
-                .is_some_and(|tool| tool.definition.effect != Effect::Read),
+            // Agents work side by side: each has a run of its own.
+            BatchMode::Parallel => self.tools[index].as_ref().is_some_and(|tool| {
+                tool.definition.effect != Effect::Read
+                    && tool.definition.executor != Executor::AGENT
+            }),
         };
         let (mut ordered, mut lanes) = (EntryLane::new(), Vec::new());
         for (index, entry) in self.parsed.iter().enumerate() {

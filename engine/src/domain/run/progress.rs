@@ -133,6 +133,9 @@ pub struct RunProgress {
     /// The answer of a result that terminates the run; once set, no request to the model follows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ending: Option<Box<FinalAnswer>>,
+    /// The budget, shared with the agents of the tree, that is used up.
+    #[serde(skip)]
+    pub exhausted_budget: Option<StopReason>,
 }
 
 impl RunProgress {

@@ -29,7 +29,8 @@ pub(super) fn reached_limit(limits: &RunLimits, progress: &RunProgress) -> Optio
         (progress.repeated_steps >= MAX_REPEATED_STEPS, StopReason::Repeats),
         (limits.failures > 0 && progress.failed_steps >= limits.failures, StopReason::Failures),
     ];
-    reached.into_iter().find(|(reached, _)| *reached).map(|(_, stop_reason)| stop_reason)
+    let own = reached.into_iter().find(|(reached, _)| *reached);
+    own.map(|(_, stop_reason)| stop_reason).or(progress.exhausted_budget)
 }
 
 /// Returns the idempotency key of a call, which is the same however often the step is repeated.

@@ -38,6 +38,8 @@ pub fn run(project: &str, id: &str) -> Run {
         updated_ms: NOW,
         ended_ms: None,
         version: 1,
+        lineage: None,
+        context_box_id: None,
     }
 }
 
