@@ -3,6 +3,7 @@
 //! [`Run`] holds the current state. The journal holds the history and every message of the
 //! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
 
+pub mod handoff;
 pub mod model_reply;
 pub mod options;
 pub mod progress;
@@ -229,6 +230,8 @@ pub enum JournalKind {
     Waiting,
     /// The user sent a message.
     UserMessage,
+    /// Another agent continues the run.
+    HandedOff,
     /// A failed or canceled run was resumed.
     Resumed,
     /// The run ended with its final answer.
@@ -241,13 +244,14 @@ pub enum JournalKind {
 
 impl JournalKind {
     /// All kinds.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Created,
         Self::Replied,
         Self::ToolResults,
         Self::LateResult,
         Self::Waiting,
         Self::UserMessage,
+        Self::HandedOff,
         Self::Resumed,
         Self::Finished,
         Self::Failed,
@@ -263,6 +267,7 @@ impl JournalKind {
             Self::LateResult => "run.late",
             Self::Waiting => "run.waiting",
             Self::UserMessage => "run.said",
+            Self::HandedOff => "run.handoff",
             Self::Resumed => "run.resumed",
             Self::Finished => "run.finished",
             Self::Failed => "run.failed",

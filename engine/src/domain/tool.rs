@@ -38,11 +38,21 @@ impl Executor {
     pub const CALLER: Self = Self("caller");
     /// An agent.
     pub const AGENT: Self = Self("agent");
+    /// The agent loop that made the call: it hands its run off to another agent.
+    pub const HANDOFF: Self = Self("handoff");
 
     /// The executors that Toolcrib itself uses. The position of each is part of the versions of its
     /// tools, so the order never changes.
-    pub const STANDARD: [Self; 7] =
-        [Self::BUILTIN, Self::CLIENT, Self::UTP, Self::MCP, Self::HTTP, Self::CALLER, Self::AGENT];
+    pub const STANDARD: [Self; 8] = [
+        Self::BUILTIN,
+        Self::CLIENT,
+        Self::UTP,
+        Self::MCP,
+        Self::HTTP,
+        Self::CALLER,
+        Self::AGENT,
+        Self::HANDOFF,
+    ];
 
     /// Names an executor: lower-case letters, digits and `_`, at most 32.
     ///

@@ -34,6 +34,7 @@ use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::{Admin, OperatorCredential, Registry};
 use crate::runs::agents::AgentSource;
 use crate::runs::finish::run_finish_tool;
+use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
@@ -235,11 +236,8 @@ impl EngineBuilder {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let client_queue = Arc::new(ClientQueue::new(clock.clone()));
         let runs_handle = RunsHandle::default();
-        let result_read = || read_result::result_read_tool(runs_handle.clone());
-        let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
-        let run_finish = || Arc::new(run_finish_tool(runs_handle.clone())) as Arc<dyn Tool>;
-        let run_finish = self.has_run_finish.then(run_finish);
-        let tools = self.tools.into_iter().chain(result_read).chain(run_finish).collect();
+        let mut tools = self.tools;
+        add_engine_tools(&mut tools, &runs_handle, self.has_result_read, self.has_run_finish);
         let agents = Arc::new(AgentSource::default());
         let sources = collect_sources(tools, &client_queue, &agents, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
@@ -329,6 +327,21 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
     (dispatcher, calls, Arc::new(approvals))
 }
 
+/// Adds the tools of the engine itself.
+fn add_engine_tools(
+    tools: &mut Vec<Arc<dyn Tool>>,
+    handle: &RunsHandle,
+    has_result_read: bool,
+    has_run_finish: bool,
+) {
+    if has_result_read {
+        tools.push(Arc::new(read_result::result_read_tool(handle.clone())));
+    }
+    if has_run_finish {
+        tools.push(Arc::new(run_finish_tool(handle.clone())));
+    }
+}
+
 /// Collects the engine's own sources and the given ones by executor; a given source replaces one of
 /// the engine's.
 fn collect_sources(
@@ -344,6 +357,7 @@ fn collect_sources(
         client_queue.clone() as Arc<dyn Source>,
         Arc::new(CallerSource),
         agents.clone(),
+        Arc::new(HandoffSource),
     ];
     Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }

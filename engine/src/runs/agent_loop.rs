@@ -27,7 +27,10 @@ use serde_json::Value;
 use crate::calls::batch::{BatchEntryResult, BatchMode};
 use crate::domain::fault::Fault;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
+use crate::domain::run::handoff::{ActiveAgent, Handoff};
 use crate::domain::run::options::Concurrency;
+#[cfg(doc)]
+use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{FinalAnswer, PendingCall};
 use crate::domain::utp::AfterExecution;
 use crate::ports::model::Delta;
@@ -63,6 +66,9 @@ pub enum StepOutcome {
     /// The model has nothing to do until late results arrive. Any text of its reply is in the
     /// conversation.
     AwaitingResults,
+    /// The model handed the conversation off: the next request goes to another agent, whose
+    /// instructions, model and tools [`RunOptions::active_agent`] gives the loop.
+    HandedOff(Box<(Handoff, ActiveAgent)>),
     /// Calls of tools that suspend the run have not ended. The next request follows when all of
     /// them have.
     Suspended,

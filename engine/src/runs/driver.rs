@@ -17,6 +17,7 @@ use crate::domain::caller::Caller;
 use crate::domain::directory::audit::RequestOrigin;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::model_reply::ModelReply;
+use crate::domain::run::handoff::{ActiveAgent, Handoff};
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunStatus};
@@ -152,7 +153,8 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
     };
     let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
     let tree_position = (run.project.clone(), root.clone(), run.id.clone());
-    let chosen = find_model(engine, &run.model)?;
+    let active_model = run.options.active_agent.as_ref().and_then(|agent| agent.model.as_ref());
+    let chosen = find_model(engine, active_model.unwrap_or(&run.model))?;
     let messages = match initial_messages {
         Some(messages) => messages,
         None => {
@@ -295,6 +297,13 @@ impl RunDriver<'_> {
                     let record = self.step_record(&reply, true);
                     self.commit_progress(record, None).await?;
                 }
+                StepOutcome::HandedOff(handoff) => {
+                    let record = self.step_record(&reply, true);
+                    let transition = Some(RunTransition::HandedOff(handoff));
+                    self.commit_progress(record, transition).await?;
+                    // The driver starts again, with the model and the tools of the other agent.
+                    return Ok(());
+                }
                 StepOutcome::AwaitingResults | StepOutcome::Suspended => {
                     let record = self.step_record(&reply, acts);
                     let run = self.commit_progress(record, Some(RunTransition::Waiting)).await?;
@@ -419,7 +428,10 @@ impl RunDriver<'_> {
             entries.extend(record.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
             let message_entry = entries.len().saturating_sub(1);
             // A message added in the meantime has no reply yet, so the run must not end or wait.
-            if let Some(transition) = transition.filter(|_| run.queued_messages.is_empty()) {
+            let applies = |transition: &RunTransition| {
+                run.queued_messages.is_empty() || matches!(transition, RunTransition::HandedOff(_))
+            };
+            if let Some(transition) = transition.filter(applies) {
                 entries.push(transition.apply(run, now_ms));
             }
             if let Some(entry) = entries.get_mut(message_entry) {
@@ -436,6 +448,8 @@ impl RunDriver<'_> {
 /// Change of a run's status at the end of a step.
 enum RunTransition {
     Waiting,
+    /// Another agent continues the run.
+    HandedOff(Box<(Handoff, ActiveAgent)>),
     /// The run ends with this answer, which the card with this id holds.
     Answered(FinalAnswer, String),
 }
@@ -452,6 +466,14 @@ impl RunTransition {
                     .map(|call| json!({ "tool_call_id": call.tool_call_id, "name": call.name }))
                     .collect();
                 JournalRecord::new(JournalKind::Waiting, now_ms, json!({ "calls": calls }))
+            }
+            Self::HandedOff(handoff) => {
+                let (record, agent) = *handoff;
+                let mut data = json!(record);
+                data["step"] = run.progress.steps.into();
+                data["model"] = agent.model.as_ref().unwrap_or(&run.model).as_str().into();
+                run.options.active_agent = Some(Box::new(agent));
+                JournalRecord::new(JournalKind::HandedOff, now_ms, data)
             }
             Self::Answered(answer, card_id) => {
                 run.ended_ms = Some(now_ms);

@@ -95,6 +95,8 @@ impl Runs {
         })?;
         let options =
             RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
+        // The replay begins with the first agent.
+        let options = RunOptions { active_agent: None, ..options };
         let mut conversation = Conversation::new(std::mem::take(&mut recording.initial_messages));
         let mut differences = Vec::new();
         let mut agent_loop = agent_loop::AgentLoop::with_available_tools(

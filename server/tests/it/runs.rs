@@ -4,6 +4,7 @@ mod command;
 mod crash;
 mod ending;
 mod faults;
+mod handoff;
 mod late;
 mod streaming;
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::{EventSink, LoopEvent, StepOutcome, ending, ignore_events};
+use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
 use crate::domain::json::Json;
@@ -23,6 +24,7 @@ use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::ToolSelection;
+use crate::runs::handoff::hand_off;
 
 /// Extra time for the last request after the time limit.
 const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
@@ -144,7 +146,7 @@ impl<'a> AgentLoop<'a> {
 
     /// Creates a loop with options that were validated before: tools that no longer exist are
     /// skipped.
-    pub(crate) fn with_available_tools(
+    pub fn with_available_tools(
         engine: &'a Arc<Runs>,
         caller: &'a Caller,
         model: &'a dyn Model,
@@ -344,7 +346,8 @@ impl<'a> AgentLoop<'a> {
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
         let event_sink = self.event_sink;
-        let ExecutedStep { messages: results, terminating } =
+        let before = conversation.messages.len();
+        let ExecutedStep { messages: results, terminating, handoff } =
             plan.execute(self.engine, self.caller, options, &mut progress, event_sink).await?;
         let ending = match ending::select_terminating(&terminating) {
             Some(call) => Some(self.engine.terminating_answer(self.caller, call).await?),
@@ -355,20 +358,32 @@ impl<'a> AgentLoop<'a> {
         conversation.progress = progress;
         conversation.messages.push(limits::assistant_message(&reply, true));
         conversation.messages.extend(results);
+        let step = StepEnd { before, caller_calls, ending, handoff };
+        Ok(self.conclude_step(conversation, step))
+    }
+
+    /// Returns the outcome of a step whose calls were executed, with the messages that it needs.
+    fn conclude_step(&self, conversation: &mut Conversation, step: StepEnd) -> StepOutcome {
+        let StepEnd { before, caller_calls, ending, handoff } = step;
         if let Some(answer) = ending {
-            // Every call of a reply needs an answer before the conversation can continue.
-            let unanswered = caller_calls.iter().map(|call| {
-                limits::tool_message(&call.id, &limits::unneeded_call_content(&answer))
-            });
-            conversation.messages.extend(unanswered);
-            return Ok(StepOutcome::Answered(end_by_result(conversation, answer)));
+            let by = answer.terminated_by.as_ref().map_or("another call", |call| &call.name);
+            let reason = format!("the result of {by} ended the run");
+            answer_unneeded_calls(conversation, &caller_calls, &reason);
+            return StepOutcome::Answered(end_by_result(conversation, answer));
+        }
+        let target = handoff.as_ref().and_then(|call| self.engine.handoff_target(call));
+        if let (Some(call), Some(target)) = (handoff, target) {
+            let reason = format!("the conversation was handed off to {}", target.agent_id);
+            answer_unneeded_calls(conversation, &caller_calls, &reason);
+            let handed_off = hand_off(self.options, conversation, (&call, target), before);
+            return StepOutcome::HandedOff(Box::new(handed_off));
         }
         let is_suspended = conversation.progress.pending_calls.iter().any(|call| call.suspends);
-        Ok(match caller_calls.is_empty() {
+        match caller_calls.is_empty() {
             false => StepOutcome::CallerToolCalls(caller_calls),
             true if is_suspended => StepOutcome::Suspended,
             true => StepOutcome::Continue,
-        })
+        }
     }
 
     /// Answers the calls of the pending reply without executing anything.
@@ -503,7 +518,11 @@ impl<'a> AgentLoop<'a> {
             settings.remove("tool_choice");
             settings.remove("parallel_tool_calls");
         }
-        let (model, messages) = (self.options.model.clone(), conversation.messages.clone());
+        let messages = match &self.options.active_agent {
+            Some(agent) => agent.visible_messages(&conversation.messages),
+            None => conversation.messages.clone(),
+        };
+        let model = self.options.model.clone();
         ModelRequest { model, messages, tools, settings }
     }
 
@@ -513,6 +532,18 @@ impl<'a> AgentLoop<'a> {
             self.tool_selection = ToolSelection::new(self.engine, self.caller, self.options);
         }
     }
+}
+
+/// The end of a step whose calls were executed.
+struct StepEnd {
+    /// Number of messages before the step.
+    before: usize,
+    /// Calls that the caller executes.
+    caller_calls: Vec<ToolCallRequest>,
+    /// The answer of a result that ends the run.
+    ending: Option<FinalAnswer>,
+    /// The call that hands the run off.
+    handoff: Option<Arc<Call>>,
 }
 
 /// The recorded answer to a call, for a replay.
@@ -540,6 +571,15 @@ fn end_by_result(conversation: &mut Conversation, answer: FinalAnswer) -> FinalA
         conversation.messages.push(limits::assistant_message(&last_message, false));
     }
     answer
+}
+
+/// Answers calls of the caller's tools that are not returned to it: every call of a reply needs an
+/// answer before the conversation can continue.
+fn answer_unneeded_calls(conversation: &mut Conversation, calls: &[ToolCallRequest], why: &str) {
+    let answers = calls
+        .iter()
+        .map(|call| limits::tool_message(&call.id, &limits::unneeded_call_content(why)));
+    conversation.messages.extend(answers);
 }
 
 fn require_run_permission(caller: &Caller) -> Result<(), Error> {

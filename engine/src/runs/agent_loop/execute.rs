@@ -18,6 +18,7 @@ use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::limits::idempotency_key;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::ToolSelection;
+use crate::runs::handoff::is_handoff;
 
 /// The disposition of one call.
 enum CallDisposition {
@@ -36,6 +37,8 @@ pub(super) struct ExecutedStep {
     pub(super) messages: Vec<Value>,
     /// The calls whose results end the run.
     pub(super) terminating: Vec<Arc<Call>>,
+    /// The first call that hands the run off.
+    pub(super) handoff: Option<Arc<Call>>,
 }
 
 /// The calls of one reply with their dispositions.
@@ -139,12 +142,14 @@ impl<'a> ExecutionPlan<'a> {
         progress.usage += cost;
         let mut messages = Vec::with_capacity(self.fates.len());
         let (mut failed, mut repeated, mut terminating) = (0, 0, Vec::new());
+        let mut handoff: Option<Arc<Call>> = None;
         let planned = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
         for ((call, fate), fingerprint) in planned {
             let message = match fate {
                 CallDisposition::CallerExecuted => continue,
                 CallDisposition::Reject { content, repeated: again, earlier } => {
                     failed += 1;
+                    handoff = handoff.or_else(|| earlier.clone().filter(|call| is_handoff(call)));
                     terminating.extend(earlier.filter(|call| ending::is_terminating(call)));
                     repeated += usize::from(again);
                     if !again {
@@ -159,7 +164,15 @@ impl<'a> ExecutionPlan<'a> {
                     terminating.extend(stored.cloned());
                     let suspends = options.execution_options.wait_ms.is_none();
                     record_call(progress, (call, fingerprint), settled, &message, suspends);
-                    let message = summaries.remove(&entry).unwrap_or(message);
+                    let mut message = summaries.remove(&entry).unwrap_or(message);
+                    if let Some(other) = settled.call().filter(|call| is_handoff(call)) {
+                        match &handoff {
+                            Some(first) => {
+                                message["content"] = limits::second_handoff_content(first).into()
+                            }
+                            None => handoff = Some(other.clone()),
+                        }
+                    }
                     event_sink(LoopEvent::CallAnswered { step, settled, message: &message });
                     message
                 }
@@ -171,7 +184,7 @@ impl<'a> ExecutionPlan<'a> {
             if all > 0 && failed == all { progress.failed_steps + 1 } else { 0 };
         progress.repeated_steps =
             if all > 0 && repeated == all { progress.repeated_steps + 1 } else { 0 };
-        Ok(ExecutedStep { messages, terminating })
+        Ok(ExecutedStep { messages, terminating, handoff })
     }
 }
 

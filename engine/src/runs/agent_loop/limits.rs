@@ -5,13 +5,12 @@ use std::collections::{HashMap, HashSet};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::domain::call::Call;
 use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
 use crate::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
 use crate::domain::run::options::{RunLimits, RunOptions};
-use crate::domain::run::progress::{
-    FinalAnswer, PendingCall, RepeatCounter, RunProgress, StopReason,
-};
+use crate::domain::run::progress::{PendingCall, RepeatCounter, RunProgress, StopReason};
 use crate::model_formats::fault_content;
 use crate::registry::model_tool_names;
 
@@ -252,11 +251,16 @@ pub(super) fn canceled_call_content() -> String {
     fault_content(&Fault::new(Code::Canceled, message).without_side_effect())
 }
 
-/// Returns the content for a call of the caller's tools beside a result that ended the run.
-pub(super) fn unneeded_call_content(answer: &FinalAnswer) -> String {
-    let by = answer.terminated_by.as_ref().map_or("another call", |call| &call.name);
-    let message = format!("not done: the result of {by} ended the run");
-    fault_content(&Fault::new(Code::Canceled, message).without_side_effect())
+/// Returns the content for a handoff beside another one.
+pub(super) fn second_handoff_content(first: &Call) -> String {
+    let message =
+        format!("not done: {} of the same answer hands the conversation off", first.tool_name);
+    fault_content(&Fault::new(Code::Conflict, message).without_side_effect())
+}
+
+/// Returns the content for a call of the caller's tools that is not returned to the caller.
+pub(super) fn unneeded_call_content(why: &str) -> String {
+    fault_content(&Fault::new(Code::Canceled, format!("not done: {why}")).without_side_effect())
 }
 
 /// Returns the reported usage, or an estimate of four bytes per token if the endpoint reports none.

@@ -18,10 +18,13 @@ use serde_json::{Value, json};
 use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
+use toolcrib::domain::run::handoff::{ActiveAgent, Handoff};
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::{Conversation, TerminatingCall};
 use toolcrib::ports::model::{Delta, ResolvedModel};
-use toolcrib::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome, check_messages};
+use toolcrib::runs::agent_loop::{
+    AgentLoop, EventSink as LoopEventSink, LoopEvent, StepOutcome, check_messages,
+};
 use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
 use toolcrib::{Caller, Engine};
 
@@ -216,6 +219,10 @@ impl OpenAiConversation {
         self.conversation = checkpoint.conversation;
         self.known_messages = checkpoint.known_messages;
         self.call_summaries = checkpoint.call_summaries;
+        if let Some(agent) = checkpoint.active_agent {
+            // A model that is gone since then leaves the conversation to that of the request.
+            let _ = self.set_active_agent(*agent);
+        }
         self.resumed_delivery = Some(delivery);
     }
 
@@ -283,19 +290,7 @@ impl OpenAiConversation {
             }
             _ => {}
         };
-        let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
-        let mut agent_loop =
-            AgentLoop::new(engine.runs(), caller, &*model, &self.options, &event_sink)
-                .map_err(prefix_pointer)?;
-        let checkpoints = Checkpoints {
-            live,
-            undelivered: self.undelivered.as_ref(),
-            known_messages: self.known_messages,
-            call_summaries,
-        };
-        let next =
-            run_steps(&mut agent_loop, &mut self.conversation, self.wait, &checkpoints).await?;
-        drop(agent_loop);
+        let (next, handoffs) = self.run_agents(live, &event_sink, call_summaries).await?;
         let mut terminated_by = None;
         let (text, calls, finish_reason, limit) = match next {
             StepOutcome::Answered(answer) => {
@@ -310,7 +305,10 @@ impl OpenAiConversation {
                 let finish_reason = *finish_reason.lock();
                 (text, calls, finish_reason, None)
             }
-            StepOutcome::AwaitingResults | StepOutcome::Suspended | StepOutcome::Continue => {
+            StepOutcome::AwaitingResults
+            | StepOutcome::Suspended
+            | StepOutcome::HandedOff(_)
+            | StepOutcome::Continue => {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 let still_running = || "It continues in the background.".to_owned();
                 let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
@@ -324,6 +322,9 @@ impl OpenAiConversation {
         let mut metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
             "tool_calls": *call_summaries.lock(), "limit_reached": limit });
         add_ending(&mut metadata, terminated_by);
+        if !handoffs.is_empty() {
+            metadata["handoffs"] = json!(handoffs);
+        }
         let messages = std::mem::take(&mut self.conversation.messages);
         let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
@@ -335,6 +336,59 @@ impl OpenAiConversation {
             metadata,
             conversation,
         })
+    }
+
+    /// Runs the agent loop, with another agent after each handoff, until it has an outcome for the
+    /// caller.
+    async fn run_agents(
+        &mut self,
+        live: &Arc<LiveConversation>,
+        event_sink: LoopEventSink<'_>,
+        call_summaries: &Mutex<Vec<Value>>,
+    ) -> Result<(StepOutcome, Vec<Handoff>), Error> {
+        let mut handoffs = Vec::new();
+        loop {
+            let (runs, caller) = (self.engine.runs(), &self.caller);
+            let (model, options) = (self.model.model.clone(), &self.options);
+            let mut agent_loop = match &options.active_agent {
+                None => AgentLoop::new(runs, caller, &*model, options, event_sink)
+                    .map_err(prefix_pointer)?,
+                Some(_) => {
+                    AgentLoop::with_available_tools(runs, caller, &*model, options, event_sink)?
+                }
+            };
+            let checkpoints = Checkpoints {
+                live,
+                undelivered: self.undelivered.as_ref(),
+                known_messages: self.known_messages,
+                call_summaries,
+                active_agent: options.active_agent.as_deref(),
+            };
+            let (conversation, wait) = (&mut self.conversation, self.wait);
+            let next = run_steps(&mut agent_loop, conversation, wait, &checkpoints).await?;
+            drop(agent_loop);
+            let StepOutcome::HandedOff(handoff) = next else { return Ok((next, handoffs)) };
+            let (handoff, agent) = *handoff;
+            handoffs.push(handoff);
+            self.set_active_agent(agent)?;
+        }
+    }
+
+    /// Lets another agent continue the conversation.
+    fn set_active_agent(&mut self, agent: ActiveAgent) -> Result<(), Error> {
+        if let Some(name) = &agent.model {
+            let found = self.engine.runs().models().find(name).ok_or_else(|| {
+                let (id, version) = (&agent.agent_id, agent.version);
+                let message = format!(
+                    "there is no model \"{name}\", which agent {id} (version {version}) uses"
+                );
+                Error::refused(Code::UpstreamUnavailable, message)
+            })?;
+            self.options.model.clone_from(&found.name);
+            self.model = found;
+        }
+        self.options.active_agent = Some(Box::new(agent));
+        Ok(())
     }
 
     /// Saves the messages that the caller does not see, if there are any, and gives the returned
@@ -558,6 +612,7 @@ struct Checkpoints<'a> {
     undelivered: Option<&'a UndeliveredRequest>,
     known_messages: usize,
     call_summaries: &'a Mutex<Vec<Value>>,
+    active_agent: Option<&'a ActiveAgent>,
 }
 
 impl Checkpoints<'_> {
@@ -578,6 +633,7 @@ impl Checkpoints<'_> {
             conversation: conversation.clone(),
             known_messages: self.known_messages,
             call_summaries: self.call_summaries.lock().clone(),
+            active_agent: self.active_agent.cloned().map(Box::new),
         };
         let conversations = self.live.engine.runs().conversations();
         conversations.save_checkpoint(&self.live.caller, request, &checkpoint).await?;

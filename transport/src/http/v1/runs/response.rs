@@ -24,6 +24,9 @@ pub(crate) struct RunSummary {
     status: &'static str,
     model: String,
     agent: String,
+    /// The agent that continues the run after a handoff.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    active_agent: Option<String>,
     /// The final answer.
     answer: Option<String>,
     /// The limit that made Toolcrib request the final answer: `steps`, `calls`, `tokens`, `time`,
@@ -180,6 +183,7 @@ pub(crate) fn to_summary(run: &Run) -> RunSummary {
         status: run.status.as_str(),
         model: run.model.clone(),
         agent: run.owner.agent.clone(),
+        active_agent: run.options.active_agent.as_ref().map(|agent| agent.agent_id.clone()),
         answer: run.answer.as_ref().map(|answer| answer.text.clone()),
         limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.stop_reason?.as_str())),
         deliverable_card_id: run.deliverable_card_id.clone(),
