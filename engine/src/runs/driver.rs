@@ -471,6 +471,9 @@ impl RunTransition {
                 let (record, agent) = *handoff;
                 let mut data = json!(record);
                 data["step"] = run.progress.steps.into();
+                if let (None, Some(lineage)) = (&run.options.active_agent, &run.lineage) {
+                    data["from"] = lineage.agent_id.as_str().into();
+                }
                 data["model"] = agent.model.as_ref().unwrap_or(&run.model).as_str().into();
                 run.options.active_agent = Some(Box::new(agent));
                 JournalRecord::new(JournalKind::HandedOff, now_ms, data)

@@ -33,6 +33,14 @@ async fn acknowledged_calls_survive_a_kill() {
     database.drop().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trees_of_agents_survive_kills() {
+    let Some(database) = Database::new().await else { return };
+    let server = Server::new().with("STORE__URL", &database.url);
+    crate::agents::crash::check_killed_trees(server).await;
+    database.drop().await;
+}
+
 #[tokio::test]
 async fn a_second_server_on_the_same_database_fails_to_start() {
     let Some(database) = Database::new().await else { return };

@@ -7,6 +7,7 @@ use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
 use crate::domain::run::handoff::handoff_tool_name;
 use crate::domain::tool::{Effect, Executor, Risk, ToolDefinition};
+use crate::domain::utp::{AfterExecution, Binding};
 
 /// Time for a call of an agent whose profile sets none.
 const DEFAULT_TIMEOUT_MS: u64 = 600_000;
@@ -59,7 +60,13 @@ pub(super) fn agent_tool(project: &str, agent: &AgentDefinition) -> ToolDefiniti
         policy: ExecutionPolicyPatch::default(),
         fallback: Vec::new(),
         metadata: Some(Json::from_value(&json!({ "title": title, "agent": about }))),
-        binding: None,
+        // A run or turn that called an agent waits for its result.
+        binding: Some(Binding {
+            target_subject: None,
+            after_execution: AfterExecution::Suspend,
+            options: Json::empty_object(),
+            parameters: None,
+        }),
     }
 }
 

@@ -41,8 +41,13 @@ fn nodes(node: &Value) -> Vec<&Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trees_killed_at_random_have_one_outcome_per_child() {
+    check_killed_trees(Server::new()).await;
+}
+
+/// Kills a server while trees work, and checks what they left.
+pub async fn check_killed_trees(server: Server) {
     let model = ScriptedModel::start_with_script(reply).await.unwrap();
-    let mut server = Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
+    let mut server = server.with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
     server.start().await;
     for (id, tokens) in [("a", 2_000), ("b", 2_000), ("c", 2_000), ("leaf", 500)] {
         let body = json!({ "driver": "loop", "profile": {

@@ -22,7 +22,7 @@ enum Row {
 use Row::{Keyed, Open};
 
 /// The calls and runs in the paths are the admin's: what belongs to another agent looks unknown.
-const TABLE: [(&str, &str, Row); 118] = [
+const TABLE: [(&str, &str, Row); 122] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404, 404, 404, 200, 200])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404, 403, 403, 202, 202])),
@@ -94,6 +94,7 @@ const TABLE: [(&str, &str, Row); 118] = [
     ("get", "/v1/runs", Keyed([200, 200, 200, 200, 200, 200, 200, 200])),
     ("post", "/v1/runs", Keyed([202, 403, 202, 202, 403, 403, 202, 202])),
     ("get", "/v1/runs/{run_id}", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
+    ("get", "/v1/runs/{run_id}/tree", Keyed([404, 404, 200, 404, 200, 200, 200, 404])),
     ("post", "/v1/runs/{run_id}/cancel", Keyed([404, 403, 200, 404, 403, 403, 200, 404])),
     // A run acts with the rights of the agent that started it.
     ("post", "/v1/runs/{run_id}/messages", Keyed([404, 403, 202, 404, 403, 403, 202, 404])),
@@ -194,6 +195,9 @@ const TABLE: [(&str, &str, Row); 118] = [
     ("get", "/v1/agents/{agent_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
     ("put", "/v1/agents/{agent_id}", Keyed([403, 403, 200, 200, 403, 403, 200, 403])),
     ("delete", "/v1/agents/{agent_id}", Keyed([403, 403, 204, 404, 403, 403, 204, 403])),
+    ("get", "/v1/agents/{agent_id}/versions", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
+    ("post", "/v1/boxes", Keyed([201, 201, 201, 201, 403, 403, 201, 201])),
+    ("get", "/v1/boxes/{box_id}", Keyed([200, 200, 200, 404, 200, 200, 200, 200])),
     ("get", "/v1/agents/{agent_id}/inbox", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
     ("post", "/v1/agents/{agent_id}/inbox/ack", Keyed([200, 403, 200, 200, 403, 403, 200, 200])),
     ("post", "/v1/agents/{agent_id}/turns", Keyed([201, 403, 201, 404, 403, 403, 201, 201])),
@@ -263,6 +267,13 @@ impl Fixture {
             filled_path = filled_path.replace("{agent_id}", "ada");
             let entry = json!({ "worker_target": "w" });
             self.admin.put("/v1/agents/ada", entry).await.is(200);
+        }
+        if path.ends_with("/versions") && path.contains("{agent_id}") {
+            self.admin.put("/v1/agents/ada", json!({ "driver": "loop" })).await.is(200);
+        }
+        if path.contains("{box_id}") {
+            let made = self.admin.post("/v1/boxes", json!({})).await.is(201);
+            filled_path = filled_path.replace("{box_id}", made["box_id"].as_str().unwrap());
         }
         if path.contains("{agent_turn_id}") {
             let turn = self.admin.post("/v1/agents/ada/turns", json!({})).await.is(201);
@@ -385,6 +396,7 @@ impl Fixture {
             "/v1/agents/{agent_id}" => json!({ "worker_target": "w" }),
             "/v1/agents/{agent_id}/inbox/ack" => json!({ "inbox_ids": [] }),
             "/v1/agents/{agent_id}/turns" => json!({}),
+            "/v1/boxes" => json!({}),
             _ if path.ends_with("{agent_turn_id}/finish") => json!({ "turn_epoch": 1 }),
             _ if path.contains("{agent_turn_id}") => json!({
                 "turn_epoch": 1,

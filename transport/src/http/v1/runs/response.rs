@@ -27,6 +27,15 @@ pub(crate) struct RunSummary {
     /// The agent that continues the run after a handoff.
     #[serde(skip_serializing_if = "Option::is_none")]
     active_agent: Option<String>,
+    /// The agent whose call started the run, as `agent_id` of `/v1/agents`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    agent_id: Option<String>,
+    /// The run that called this agent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    parent_run_id: Option<String>,
+    /// The call whose outcome the end of the run is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tool_call_id: Option<String>,
     /// The final answer.
     answer: Option<String>,
     /// The limit that made Toolcrib request the final answer: `steps`, `calls`, `tokens`, `time`,
@@ -173,6 +182,7 @@ impl From<&Call> for RunCallBody {
 
 pub(crate) fn to_summary(run: &Run) -> RunSummary {
     let progress = &run.progress;
+    let lineage = run.lineage.as_deref();
     let waiting = progress.pending_calls.iter().map(|call| PendingCallBody {
         tool_call_id: call.tool_call_id.to_string(),
         call_id: call.call_id.clone(),
@@ -184,6 +194,9 @@ pub(crate) fn to_summary(run: &Run) -> RunSummary {
         model: run.model.clone(),
         agent: run.owner.agent.clone(),
         active_agent: run.options.active_agent.as_ref().map(|agent| agent.agent_id.clone()),
+        agent_id: lineage.map(|lineage| lineage.agent_id.clone()),
+        parent_run_id: lineage.and_then(|lineage| lineage.parent_run_id.clone()),
+        tool_call_id: lineage.map(|lineage| lineage.call_id.to_string()),
         answer: run.answer.as_ref().map(|answer| answer.text.clone()),
         limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.stop_reason?.as_str())),
         deliverable_card_id: run.deliverable_card_id.clone(),
