@@ -27,7 +27,9 @@ use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
 pub use authorize::AccessRequest;
-pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
+pub use catalog::{
+    Catalog, CatalogEntry, ClientRegistration, RESULT_READ, RUN_FINISH, compile_definitions,
+};
 pub use credentials::{CredentialVerifier, Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};
 pub use model_tool_names::name_for_model;

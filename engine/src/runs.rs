@@ -7,6 +7,8 @@ pub(crate) mod caller_executed;
 pub mod context;
 pub(crate) mod conversations;
 pub(crate) mod driver;
+pub(crate) mod finish;
+pub(crate) mod handoff;
 pub(crate) mod manage;
 pub(crate) mod read_result;
 pub(crate) mod rejoin;

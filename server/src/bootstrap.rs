@@ -128,7 +128,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         .model_request_policy(config.llm.request_policy())
         .tools(builtin_tools(config)?);
     if config.builtin.enabled {
-        builder = builder.with_result_read_tool();
+        builder = builder.with_result_read_tool().with_run_finish_tool();
     }
     if let Some(model) = &config.llm.summary_model {
         builder = builder.summary_model(model);

@@ -101,6 +101,7 @@ impl TargetBuilder {
             executor: tool.definition.executor,
             traits: self.source_traits(tool.definition.executor),
             effect: tool.definition.effect,
+            after_execution: tool.definition.after_execution(),
             args,
         }
     }

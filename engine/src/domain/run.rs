@@ -3,6 +3,7 @@
 //! [`Run`] holds the current state. The journal holds the history and every message of the
 //! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
 
+pub mod handoff;
 pub mod model_reply;
 pub mod options;
 pub mod progress;
@@ -17,8 +18,9 @@ use serde_json::Value;
 use crate::domain::agent::{OnParentEnd, ResultField};
 use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, Role, RoleSet};
 use crate::domain::event::CallEvent;
-use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
+
+pub use progress::RunError;
 
 /// Status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -102,36 +104,6 @@ impl From<&Caller> for RunOwner {
     }
 }
 
-/// A fault in its stored form.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RunError {
-    /// Wire name of the fault's [`Code`].
-    pub code: String,
-    /// Text for people and models.
-    pub message: String,
-    /// Structured data of the fault.
-    #[serde(default)]
-    pub detail: Option<Value>,
-    /// True if the same request can succeed later.
-    pub retryable: bool,
-}
-
-impl From<&Fault> for RunError {
-    fn from(fault: &Fault) -> Self {
-        let (message, detail) = (fault.message.clone(), fault.detail.clone());
-        let (code, retryable) = (fault.code.as_str().to_owned(), fault.retryable);
-        Self { code, message, detail, retryable }
-    }
-}
-
-impl From<RunError> for Fault {
-    fn from(error: RunError) -> Self {
-        let code = Code::parse(&error.code).unwrap_or(Code::Internal);
-        let fault = Fault::new(code, error.message).retryable(error.retryable);
-        Self { detail: error.detail, ..fault }
-    }
-}
-
 /// The current state of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
@@ -157,6 +129,10 @@ pub struct Run {
     /// Reason of the failure; set while the run is FAILED.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<RunError>,
+    /// Id of the card with the run's deliverable, once the run has ended with one: the result that
+    /// terminated the run, or its answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deliverable_card_id: Option<String>,
     /// User messages that are not in the conversation yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[serde(rename = "said")]
@@ -254,6 +230,8 @@ pub enum JournalKind {
     Waiting,
     /// The user sent a message.
     UserMessage,
+    /// Another agent continues the run.
+    HandedOff,
     /// A failed or canceled run was resumed.
     Resumed,
     /// The run ended with its final answer.
@@ -266,13 +244,14 @@ pub enum JournalKind {
 
 impl JournalKind {
     /// All kinds.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Created,
         Self::Replied,
         Self::ToolResults,
         Self::LateResult,
         Self::Waiting,
         Self::UserMessage,
+        Self::HandedOff,
         Self::Resumed,
         Self::Finished,
         Self::Failed,
@@ -288,6 +267,7 @@ impl JournalKind {
             Self::LateResult => "run.late",
             Self::Waiting => "run.waiting",
             Self::UserMessage => "run.said",
+            Self::HandedOff => "run.handoff",
             Self::Resumed => "run.resumed",
             Self::Finished => "run.finished",
             Self::Failed => "run.failed",

@@ -48,7 +48,17 @@ impl AfterExecution {
             Self::Terminate => "terminate",
         }
     }
+
+    /// Returns the value of a result's own control field, `__cg_control.after_execution`; `None` if
+    /// the result has none or another word.
+    pub fn from_control(result: &Value) -> Option<Self> {
+        result.get(CONTROL_FIELD)?.get("after_execution")?.as_str()?.trim().parse().ok()
+    }
 }
+
+/// The field of a result that is reserved for the protocol: it controls the turn or run that made
+/// the call, and is no part of the answer.
+pub const CONTROL_FIELD: &str = "__cg_control";
 
 impl FromStr for AfterExecution {
     type Err = ();

@@ -30,9 +30,11 @@ use crate::ports::observer::Observer;
 use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
-use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
+use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::{Admin, OperatorCredential, Projects, Registry, Upstreams};
 use crate::runs::agents::AgentSource;
+use crate::runs::finish::run_finish_tool;
+use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, RunStreams, Runs};
 use crate::utp::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
@@ -55,6 +57,7 @@ pub struct EngineBuilder {
     audit_retention_ms: Option<u64>,
     publishes_outbox: bool,
     has_result_read: bool,
+    has_run_finish: bool,
     webhook_sender: Option<Arc<dyn WebhookSender>>,
     webhook_settings: DeliverySettings,
     observer: Option<Arc<dyn Observer>>,
@@ -102,6 +105,14 @@ impl EngineBuilder {
     /// [`Registry::tools`] lists it for an agent only if a rule names it.
     pub fn with_result_read_tool(mut self) -> Self {
         self.has_result_read = true;
+        self
+    }
+
+    /// Adds the tool `run.finish`, with which a model ends its run with an answer and typed result
+    /// fields. No other tool can then have this name. Every agent loop with tools offers it; no
+    /// list of tools contains it.
+    pub fn with_run_finish_tool(mut self) -> Self {
+        self.has_run_finish = true;
         self
     }
 
@@ -226,9 +237,8 @@ impl EngineBuilder {
         let core = self.build_core();
         let client_queue = Arc::new(ClientQueue::new(core.clock.clone()));
         let runs_handle = RunsHandle::default();
-        let result_read = || read_result::result_read_tool(runs_handle.clone());
-        let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
-        let tools = self.tools.into_iter().chain(result_read).collect();
+        let mut tools = self.tools;
+        add_engine_tools(&mut tools, &runs_handle, self.has_result_read, self.has_run_finish);
         let agent_sources = AgentSources::default();
         let sources = collect_sources(tools, &client_queue, &agent_sources, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
@@ -384,6 +394,21 @@ fn build_ended_listeners(
     (utp, webhooks)
 }
 
+/// Adds the tools of the engine itself.
+fn add_engine_tools(
+    tools: &mut Vec<Arc<dyn Tool>>,
+    handle: &RunsHandle,
+    has_result_read: bool,
+    has_run_finish: bool,
+) {
+    if has_result_read {
+        tools.push(Arc::new(read_result::result_read_tool(handle.clone())));
+    }
+    if has_run_finish {
+        tools.push(Arc::new(run_finish_tool(handle.clone())));
+    }
+}
+
 /// Collects the engine's own sources and the given ones by executor; a given source replaces one of
 /// the engine's.
 fn collect_sources(
@@ -394,12 +419,13 @@ fn collect_sources(
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let builtin: [Arc<dyn Source>; 5] = [
+    let builtin: [Arc<dyn Source>; 6] = [
         functions,
         client_queue.clone(),
         Arc::new(CallerSource),
         agent_sources.agents.clone(),
         Arc::new(DelegationSource::new(agent_sources.delegation.clone())),
+        Arc::new(HandoffSource),
     ];
     Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }
@@ -460,10 +486,14 @@ fn check_unique_names(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
 
 fn duplicate_name(name: &str) -> Error {
     let mut message = format!("there are two built-in tools named \"{name}\"");
-    if name == RESULT_READ {
-        message.push_str(
-            "; one is the engine's own: rename yours, or build without with_result_read_tool()",
-        );
+    let option = match name {
+        RESULT_READ => Some("with_result_read_tool()"),
+        RUN_FINISH => Some("with_run_finish_tool()"),
+        _ => None,
+    };
+    if let Some(option) = option {
+        let hint = format!("; one is the engine's own: rename yours, or build without {option}");
+        message.push_str(&hint);
     }
     Error::refused(Code::Conflict, message)
 }

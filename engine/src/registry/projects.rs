@@ -204,8 +204,10 @@ fn project_not_found(project: &str) -> Error {
 }
 
 fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
-    let is_executed_elsewhere =
-        matches!(entry.definition.executor, Executor::CLIENT | Executor::MCP | Executor::AGENT);
+    let is_executed_elsewhere = matches!(
+        entry.definition.executor,
+        Executor::CLIENT | Executor::MCP | Executor::AGENT | Executor::HANDOFF
+    );
     entry.definition.project.is_some() && !is_executed_elsewhere
 }
 
@@ -214,7 +216,7 @@ fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), E
         existing.definition.project.is_none()
             || matches!(
                 existing.definition.executor,
-                Executor::CLIENT | Executor::MCP | Executor::AGENT
+                Executor::CLIENT | Executor::MCP | Executor::AGENT | Executor::HANDOFF
             )
     });
     if is_taken {

@@ -26,6 +26,7 @@ use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use crate::runs::Runs;
 
+pub(crate) use end::check_finish;
 pub(crate) use start::root_of;
 pub use tree::{RunTree, RunTreeNode, TreeUsage};
 

@@ -20,6 +20,7 @@ use crate::calls::rejoin::PendingDelivery;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::json::{Json, canonicalize};
+use crate::domain::run::handoff::ActiveAgent;
 use crate::domain::run::progress::{Conversation, PendingCall};
 use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::RunToolDefinitions;
@@ -64,6 +65,9 @@ pub struct ConversationCheckpoint {
     pub known_messages: usize,
     /// Summaries of the calls so far, for the response.
     pub call_summaries: Vec<Value>,
+    /// The agent that continues the conversation after a handoff.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub active_agent: Option<Box<ActiveAgent>>,
 }
 
 #[derive(Serialize, Deserialize)]

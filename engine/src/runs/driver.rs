@@ -17,6 +17,7 @@ use crate::domain::caller::Caller;
 use crate::domain::directory::audit::RequestOrigin;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::model_reply::ModelReply;
+use crate::domain::run::handoff::{ActiveAgent, Handoff};
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunStatus};
@@ -31,6 +32,7 @@ use crate::registry::audit;
 use crate::runs::Runs;
 use crate::runs::active::{ActiveRun, ActiveRunState, RunGuard, StartedRun, run_not_found};
 use crate::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome};
+use crate::runs::finish::deliverable_card;
 use crate::runs::subscribers::{RunDelta, RunSubscription};
 
 /// Drives a run until it has ended, the server shuts down, or another process takes it over.
@@ -151,7 +153,8 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
     };
     let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
     let tree_position = (run.project.clone(), root.clone(), run.id.clone());
-    let chosen = find_model(engine, &run.model)?;
+    let active_model = run.options.active_agent.as_ref().and_then(|agent| agent.model.as_ref());
+    let chosen = find_model(engine, active_model.unwrap_or(&run.model))?;
     let messages = match initial_messages {
         Some(messages) => messages,
         None => {
@@ -213,9 +216,12 @@ fn record_loop_event(
         LoopEvent::CallAnswered { settled, .. } => {
             uncommitted.lock().calls.push(settled_call_json(settled))
         }
-        LoopEvent::LateResult { call, .. } => uncommitted.lock().late_results.push(json!({
-            "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
-        })),
+        LoopEvent::LateResult { call, after_execution, .. } => {
+            uncommitted.lock().late_results.push(json!({
+                "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
+                "after_execution": after_execution,
+            }))
+        }
         other => {
             if let Some(delta) = RunDelta::from_loop_event(other) {
                 active_run.publish(delta);
@@ -235,6 +241,9 @@ fn settled_call_json(settled: &BatchEntryResult) -> Value {
         "digested": settled.is_digested,
         "error": settled.error().map(RunError::from),
     });
+    if let Some(after_execution) = settled.after_execution() {
+        body["after_execution"] = after_execution.as_str().into();
+    }
     if let Some(approval_id) = call.and_then(|call| call.pending_approval()) {
         body["approval_id"] = approval_id.into();
     }
@@ -285,28 +294,58 @@ impl RunDriver<'_> {
             waits = false;
             match next {
                 StepOutcome::Continue | StepOutcome::CallerToolCalls(_) => {
-                    let calls = std::mem::take(&mut self.uncommitted.lock().calls);
-                    let data = json!({ "step": self.conversation.progress.steps, "calls": calls });
-                    self.commit_progress(Some((JournalKind::ToolResults, data)), None).await?;
+                    let record = self.step_record(&reply, true);
+                    self.commit_progress(record, None).await?;
                 }
-                StepOutcome::AwaitingResults => {
-                    let data = reply_json(&self.conversation, &reply);
-                    let record = Some((JournalKind::Replied, data));
+                StepOutcome::HandedOff(handoff) => {
+                    let record = self.step_record(&reply, true);
+                    let transition = Some(RunTransition::HandedOff(handoff));
+                    self.commit_progress(record, transition).await?;
+                    // The driver starts again, with the model and the tools of the other agent.
+                    return Ok(());
+                }
+                StepOutcome::AwaitingResults | StepOutcome::Suspended => {
+                    let record = self.step_record(&reply, acts);
                     let run = self.commit_progress(record, Some(RunTransition::Waiting)).await?;
                     waits = run.status == RunStatus::Waiting;
                 }
                 StepOutcome::Answered(answer) => {
-                    let data = reply_json(&self.conversation, &reply);
-                    let transition = Some(RunTransition::Answered(answer));
-                    let run = self
-                        .commit_progress(Some((JournalKind::Replied, data)), transition)
-                        .await?;
+                    // A late result that ends the run needs no reply.
+                    let has_reply = acts || answer.terminated_by.is_none();
+                    let record = has_reply.then(|| self.step_record(&reply, acts)).flatten();
+                    let card_id = self.store_deliverable(&answer).await?;
+                    let transition = Some(RunTransition::Answered(answer, card_id));
+                    let run = self.commit_progress(record, transition).await?;
                     if run.status.is_terminal() {
                         return Ok(());
                     }
                 }
             }
         }
+    }
+
+    /// Returns the journal record of a step: the results of its calls, or its reply.
+    fn step_record(&self, reply: &ModelReply, acts: bool) -> Option<(JournalKind, Value)> {
+        if !acts {
+            return Some((JournalKind::Replied, reply_json(&self.conversation, reply)));
+        }
+        let calls = std::mem::take(&mut self.uncommitted.lock().calls);
+        let data = json!({ "step": self.conversation.progress.steps, "calls": calls });
+        Some((JournalKind::ToolResults, data))
+    }
+
+    /// Stores the card with the answer, before the run ends with its id. The result that terminated
+    /// the run has its card already.
+    async fn store_deliverable(&self, answer: &FinalAnswer) -> Result<String, Error> {
+        if let Some(call) = &answer.terminated_by {
+            return Ok(call.card_id.clone());
+        }
+        let (steps, now_ms) = (self.conversation.progress.steps, self.engine.core.wall_ms());
+        let run = self.active_run.state.lock().await.run.clone();
+        let card = deliverable_card(&run, steps, &answer.text, now_ms);
+        let card_id = card.card_id.clone();
+        self.engine.core.store.utp().put_card(card).await.map_err(from_store_error)?;
+        Ok(card_id)
     }
 
     /// Fails if the agent or the project of the run is switched off.
@@ -387,12 +426,16 @@ impl RunDriver<'_> {
                 .map(|data| JournalRecord::new(JournalKind::LateResult, now_ms, data));
             let mut entries: Vec<JournalRecord> = late.collect();
             entries.extend(record.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
-            if let Some(last) = entries.last_mut() {
-                last.messages = messages;
-            }
+            let message_entry = entries.len().saturating_sub(1);
             // A message added in the meantime has no reply yet, so the run must not end or wait.
-            if let Some(transition) = transition.filter(|_| run.queued_messages.is_empty()) {
+            let applies = |transition: &RunTransition| {
+                run.queued_messages.is_empty() || matches!(transition, RunTransition::HandedOff(_))
+            };
+            if let Some(transition) = transition.filter(applies) {
                 entries.push(transition.apply(run, now_ms));
+            }
+            if let Some(entry) = entries.get_mut(message_entry) {
+                entry.messages = messages;
             }
             entries
         });
@@ -405,7 +448,10 @@ impl RunDriver<'_> {
 /// Change of a run's status at the end of a step.
 enum RunTransition {
     Waiting,
-    Answered(FinalAnswer),
+    /// Another agent continues the run.
+    HandedOff(Box<(Handoff, ActiveAgent)>),
+    /// The run ends with this answer, which the card with this id holds.
+    Answered(FinalAnswer, String),
 }
 
 impl RunTransition {
@@ -421,13 +467,37 @@ impl RunTransition {
                     .collect();
                 JournalRecord::new(JournalKind::Waiting, now_ms, json!({ "calls": calls }))
             }
-            Self::Answered(answer) => {
-                (run.status, run.ended_ms) = (RunStatus::Succeeded, Some(now_ms));
-                let data = json!({
+            Self::HandedOff(handoff) => {
+                let (record, agent) = *handoff;
+                let mut data = json!(record);
+                data["step"] = run.progress.steps.into();
+                if let (None, Some(lineage)) = (&run.options.active_agent, &run.lineage) {
+                    data["from"] = lineage.agent_id.as_str().into();
+                }
+                data["model"] = agent.model.as_ref().unwrap_or(&run.model).as_str().into();
+                run.options.active_agent = Some(Box::new(agent));
+                JournalRecord::new(JournalKind::HandedOff, now_ms, data)
+            }
+            Self::Answered(answer, card_id) => {
+                run.ended_ms = Some(now_ms);
+                run.deliverable_card_id = Some(card_id.clone());
+                let terminated_by = answer.terminated_by.clone();
+                if let Some(error) = terminated_by.as_ref().and_then(|call| call.error.clone()) {
+                    run.status = RunStatus::Failed;
+                    run.error = Some(error.clone());
+                    let data = json!({ "error": error, "deliverable_card_id": card_id,
+                        "terminated_by": terminated_by });
+                    return JournalRecord::new(JournalKind::Failed, now_ms, data);
+                }
+                run.status = RunStatus::Succeeded;
+                let mut data = json!({
                     "answer": answer.text, "limit": answer.stop_reason, "stopped": answer.finish_reason,
                     "usage": run.progress.usage, "steps": run.progress.steps,
-                    "calls": run.progress.calls,
+                    "calls": run.progress.calls, "deliverable_card_id": card_id,
                 });
+                if terminated_by.is_some() {
+                    data["terminated_by"] = json!(terminated_by);
+                }
                 run.answer = Some(answer);
                 JournalRecord::new(JournalKind::Finished, now_ms, data)
             }

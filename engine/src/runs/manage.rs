@@ -142,6 +142,7 @@ impl Runs {
             progress: RunProgress::default(),
             answer: None,
             error: None,
+            deliverable_card_id: None,
             queued_messages: Vec::new(),
             created_ms: now_ms,
             updated_ms: now_ms,
@@ -417,7 +418,7 @@ impl Runs {
 /// Reopens a run that has ended and resets the usage that counts against its limits.
 fn reopen_run(run: &mut Run) {
     (run.status, run.ended_ms) = (RunStatus::Running, None);
-    (run.answer, run.error) = (None, None);
+    (run.answer, run.error, run.deliverable_card_id) = (None, None, None);
     run.progress.reset_baseline();
 }
 

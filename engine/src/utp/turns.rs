@@ -87,7 +87,7 @@ pub struct TurnFinish {
     pub epoch: u64,
     /// Reason for the end, published with it.
     pub reason: Option<String>,
-    /// Id of the card with the turn's deliverable; must exist.
+    /// Id of the card with the turn's deliverable; must exist. `None` stores one with the reason.
     pub deliverable_card_id: Option<String>,
     /// `success`, `partial` or `failed`. Default: `success`.
     pub status: Option<ToolStatus>,
@@ -315,18 +315,20 @@ impl Utp {
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
-        finish: TurnFinish,
+        mut finish: TurnFinish,
     ) -> Result<Turn, Error> {
         let epoch = finish.epoch;
         // Checked in this order, so that only the agent learns which cards exist.
-        self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
-        if let Some(card_id) = &finish.deliverable_card_id {
-            self.card(caller, card_id).await?;
-        }
+        let turn = self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
         let status = finish.status.unwrap_or(ToolStatus::Success);
         if matches!(status, ToolStatus::Canceled | ToolStatus::Timeout) {
             return Err(invalid("status must be success, partial or failed"));
         }
+        let deliverable_card_id = match &finish.deliverable_card_id {
+            Some(card_id) => self.card(caller, card_id).await?.card_id,
+            None => self.put_fallback_deliverable(&turn, finish.reason.as_deref()).await?,
+        };
+        finish.deliverable_card_id = Some(deliverable_card_id);
         let wish = TurnTransition::Finish(finish);
         let turn = self.transition_running_turn(caller, agent_id, turn_id, epoch, wish).await?;
         self.report_delegation(&turn).await;

@@ -13,6 +13,7 @@ mod context;
 mod credentials;
 mod delegation;
 mod digest_facts;
+mod endings;
 mod engine;
 mod examples;
 mod limits;

@@ -20,6 +20,7 @@ use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Effect, Executor};
+use crate::domain::utp::AfterExecution;
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
 use crate::registry::audit;
@@ -386,6 +387,8 @@ impl BatchExecution {
         }
         self.result_bytes.fetch_sub(size, Ordering::Relaxed);
         let mut slim = (*call).clone();
+        // The result may override it, and is omitted here.
+        slim.target.after_execution = AfterExecution::from_call(&call);
         if let Some(outcome) = &mut slim.outcome {
             outcome.data = None;
         }

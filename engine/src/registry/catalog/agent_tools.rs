@@ -2,9 +2,10 @@
 
 use serde_json::json;
 
-use crate::domain::agent::{AgentDefinition, agent_tool_name, result_schema};
+use crate::domain::agent::{AgentDefinition, AgentDriver, agent_tool_name, result_schema};
 use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
+use crate::domain::run::handoff::handoff_tool_name;
 use crate::domain::tool::{Effect, Executor, Risk, ToolDefinition};
 use crate::domain::utp::{AfterExecution, Binding};
 
@@ -67,4 +68,44 @@ pub(super) fn agent_tool(project: &str, agent: &AgentDefinition) -> ToolDefiniti
             parameters: None,
         }),
     }
+}
+
+/// Returns the tool that hands a run off to an agent. A worker drives its own turns and cannot
+/// continue a run of the loop.
+pub(super) fn handoff_tool(project: &str, agent: &AgentDefinition) -> Option<ToolDefinition> {
+    if agent.driver != AgentDriver::Loop {
+        return None;
+    }
+    let call = agent_tool(project, agent);
+    let description = format!(
+        "Hands this conversation off to the agent {}, which continues it in your place. {}",
+        agent.agent_id, call.description
+    );
+    let input_schema = json!({
+        "type": "object",
+        "properties": {
+            "reason": { "type": "string", "description": "Why, and what is left to do" },
+            "messages": {
+                "type": "string",
+                "enum": ["all", "last_n", "none"],
+                "description": "The messages that the agent sees; default: all",
+            },
+            "n": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "With last_n: the number of messages; default: 10",
+            },
+        },
+        "additionalProperties": false,
+    });
+    Some(ToolDefinition {
+        name: handoff_tool_name(&agent.agent_id),
+        description,
+        executor: Executor::HANDOFF,
+        input_schema: Json::from_value(&input_schema),
+        output_schema: None,
+        timeout_ms: 10_000,
+        effect: Effect::Idempotent,
+        ..call
+    })
 }

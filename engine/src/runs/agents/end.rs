@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::budget::OpenChild;
 use super::run_id_for;
@@ -33,8 +33,15 @@ pub(super) fn agent_result(run: &Run) -> Result<Json, Fault> {
         RunStatus::Succeeded => {
             let fields = run.lineage.as_ref().map_or(&[][..], |lineage| &lineage.result_fields);
             let answer = run.answer.as_ref().map_or("", |answer| answer.text.as_str());
+            let ended_by = run.answer.as_ref().and_then(|answer| answer.terminated_by.as_ref());
+            let typed = ended_by.and_then(|call| call.result_fields.as_ref()?.as_object());
             if !fields.is_empty() {
-                return read_result_fields(agent, answer, fields).map_err(with_run);
+                let result = match typed {
+                    Some(typed) => check_result_fields(agent, typed, fields)
+                        .map(|()| Json::from_value(&Value::Object(typed.clone()))),
+                    None => read_result_fields(agent, answer, fields),
+                };
+                return result.map_err(with_run);
             }
             let mut data = json!({ "answer": answer, "run_id": run.id });
             if let Some(limit) = run.answer.as_ref().and_then(|answer| answer.stop_reason) {
@@ -67,6 +74,16 @@ fn read_result_fields(agent: &str, answer: &str, fields: &[ResultField]) -> Resu
         );
         return Err(Fault::new(Code::ValidationError, message));
     };
+    check_result_fields(agent, &all, fields)?;
+    Ok(Json::from_value(&Value::Object(all)))
+}
+
+/// Checks the values of an agent's result.
+fn check_result_fields(
+    agent: &str,
+    all: &Map<String, Value>,
+    fields: &[ResultField],
+) -> Result<(), Fault> {
     for field in fields {
         let problem = match (all.get(&field.name), field.kind.as_deref()) {
             (None, _) if field.required => "is missing".to_owned(),
@@ -80,7 +97,7 @@ fn read_result_fields(agent: &str, answer: &str, fields: &[ResultField]) -> Resu
         let detail = json!({ "pointer": format!("/{}", field.name) });
         return Err(Fault::new(Code::ValidationError, message).with_detail(detail));
     }
-    Ok(Json::from_value(&Value::Object(all)))
+    Ok(())
 }
 
 /// Returns the JSON object that a text consists of, also in a code block or after other text.
@@ -104,6 +121,24 @@ fn has_type(value: &Value, kind: &str) -> bool {
         "object" => value.is_object(),
         "array" => value.is_array(),
         _ => true,
+    }
+}
+
+/// Checks the answer and the typed values with which a model ends its run, so that it can correct
+/// them.
+pub(crate) fn check_finish(
+    run: &Run,
+    answer: &str,
+    values: Option<&Map<String, Value>>,
+) -> Result<(), Fault> {
+    let Some(lineage) = run.lineage.as_ref().filter(|lineage| !lineage.result_fields.is_empty())
+    else {
+        return Ok(());
+    };
+    let (agent, fields) = (lineage.agent_id.as_str(), &lineage.result_fields);
+    match values {
+        Some(values) => check_result_fields(agent, values, fields),
+        None => read_result_fields(agent, answer, fields).map(drop),
     }
 }
 

@@ -289,6 +289,7 @@ impl Runs {
             progress: RunProgress::default(),
             answer: None,
             error: None,
+            deliverable_card_id: None,
             queued_messages: Vec::new(),
             created_ms: now_ms,
             updated_ms: now_ms,
