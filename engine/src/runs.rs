@@ -35,6 +35,7 @@ pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};
 pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use stream::RunStreams;
 pub use subscribers::{RunDelta, RunSubscription};
 
 /// Runs of agents: one stored agent loop each, and the context of its calls.
@@ -47,9 +48,10 @@ pub struct Runs {
     /// Name of the model that summarizes long results.
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
-    pub(crate) active_runs: ActiveRuns,
+    pub(crate) active_runs: Arc<ActiveRuns>,
     pub(crate) run_trees: RunTrees,
     pub(crate) utp: Arc<Utp>,
+    pub(crate) streams: RunStreams,
     pub(crate) conversations: Conversations,
 }
 
@@ -57,6 +59,11 @@ impl Runs {
     /// Returns the language models that are configured.
     pub fn models(&self) -> &Arc<dyn ModelResolver> {
         &self.models
+    }
+
+    /// Returns the events and deltas of runs.
+    pub fn streams(&self) -> &RunStreams {
+        &self.streams
     }
 
     /// Returns the conversations behind responses of OpenAI's API.
