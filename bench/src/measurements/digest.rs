@@ -1,5 +1,5 @@
-//! Measures the cost of a digest of a long result: time, also as a multiple of the time to parse the
-//! result, and memory as a multiple of the result's size.
+//! Measures the cost of a digest of a long result: time, also as a multiple of the time to parse
+//! the result, and memory as a multiple of the result's size.
 //!
 //! The measurement runs in this process. It loads the tokenizer's tables beforehand, as a server
 //! does once in its life, so that time and memory cover the digest alone.

@@ -83,7 +83,8 @@ fn is_refused_request(error: &ModelError) -> bool {
     status.is_some_and(|status| *status == 400 || *status == 415 || *status == 422)
 }
 
-/// Returns the request without the messages that carry media of tool results; `None` if it has none.
+/// Returns the request without the messages that carry media of tool results; `None` if it has
+/// none.
 fn without_tool_media(prompt: &ModelRequest) -> Option<ModelRequest> {
     let carries_media = |message: &Value| {
         let text = message["content"][0]["text"].as_str();

@@ -289,7 +289,7 @@ impl<'t> ColumnProfile<'t> {
         let is_category = distinct.is_some_and(|d| d.len() <= 12 || self.numbers == 0);
         if let Some(distinct) = distinct.filter(|_| is_category) {
             let mut values: Vec<&(Cow<'_, str>, usize)> = distinct.iter().collect();
-            values.sort_by(|a, b| b.1.cmp(&a.1));
+            values.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
             let shown = values.iter().take(max_values);
             parts.extend(shown.map(|(value, count)| format!("{value} {count}")));
             if values.len() > max_values {

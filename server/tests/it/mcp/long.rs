@@ -171,14 +171,14 @@ async fn structured_content_always_matches_the_schema_that_the_client_has_seen()
         {
             let request =
                 client.request("tools/call", json!({ "name": "rows.typed", "arguments": {} }));
-            let asking =
+            let request_task =
                 tokio::spawn(async move { McpResponse::read(request.send().await.unwrap()).await });
             let id = poll_call_id(&api).await;
             match is_error {
                 true => api.fail(&id, json!({ "message": "no rows", "retryable": false })).await,
                 false => api.succeed(&id, report).await,
             };
-            let result = soon("the answer", asking).await.unwrap().result();
+            let result = soon("the answer", request_task).await.unwrap().result();
             assert_eq!(result["isError"], is_error, "{}", result["content"]);
             let structure = &result["structuredContent"];
             if is_error {
