@@ -134,7 +134,7 @@ async fn a_run_ends_with_the_card_of_the_terminating_result() {
     let card = engine.utp().card(&caller(), &card_id).await.unwrap();
     assert_eq!(card.content["result"], json!({ "keys": 2 }));
     assert_eq!(card.content["after_execution"], "terminate");
-    let journal = engine.runs().run_journal(&caller(), &run.id).await.unwrap();
+    let journal = engine.runs().streams().journal(&caller(), &run.id).await.unwrap();
     let kinds: Vec<JournalKind> = journal.iter().map(|entry| entry.record.kind).collect();
     let expected = [
         JournalKind::Created,

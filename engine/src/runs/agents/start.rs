@@ -311,7 +311,10 @@ impl Runs {
         let origin = &call.origin;
         let caller = Caller::new(&call.project, &origin.agent, origin.roles, origin.auth_method);
         let caller = Caller { attributes: origin.attributes.clone(), ..caller };
-        RunOwner { keyed: self.registry.has_active_key(&caller), ..RunOwner::from(&caller) }
+        RunOwner {
+            keyed: self.registry.credentials.has_active_key(&caller),
+            ..RunOwner::from(&caller)
+        }
     }
 
     fn agent_run_options(
