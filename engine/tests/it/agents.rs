@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::future::BoxFuture;
 use serde_json::{Value, json};
-use toolcrib::calls::Until;
+use toolcrib::calls::{CallQuery, Until};
 use toolcrib::domain::agent::{AgentDefinition, AgentLimits, AgentProfile, OnParentEnd};
 use toolcrib::domain::model_reply::{FinishReason, ModelReply, TokenUsage};
 use toolcrib::domain::run::{Run, RunStatus};

@@ -116,9 +116,13 @@ async fn fan_out_is_capped_with_a_message_for_the_model() {
         engine.registry().define_agent(&caller(), agent(id), None).await.unwrap();
     }
     let id = start_run(&engine, RunRequest::default()).await;
-    until("two agents work", async || {
+    until("two agents work and the third is refused", async || {
         let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
-        (tree.run_count == 3).then_some(())
+        let query = CallQuery { limit: 10, ..CallQuery::default() };
+        let calls = engine.calls().calls(&caller(), query).await.unwrap().calls;
+        // Before the third call is refused, an agent that ends would make room for it.
+        let is_refused = calls.iter().any(|call| call.status == Status::Failed);
+        (tree.run_count == 3 && is_refused).then_some(())
     })
     .await;
     opened.add_permits(2);
