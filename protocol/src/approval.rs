@@ -42,7 +42,7 @@ pub struct ApprovalBody<'a> {
     pub supersedes: Option<&'a str>,
     /// The decision; null while the approval is pending.
     pub decision: Option<DecisionBody<'a>>,
-    /// Where to read the approval.
+    /// Link to the approval.
     pub link: String,
 }
 

@@ -103,7 +103,7 @@ async fn a_switched_off_tool_refuses_new_calls_and_ends_running_ones() {
     let (status, fault) = ended(&engine, &running).await;
     assert_eq!((status, fault.code), (Status::Failed, Code::OutcomeUnknown));
     assert!(fault.message.contains(reason), "{fault}");
-    assert!(fault.message.contains("may have happened"), "{fault}");
+    assert!(fault.message.contains("may have taken effect"), "{fault}");
     let (status, fault) = ended(&engine, &reading).await;
     assert_eq!((status, fault.code), (Status::Failed, Code::PermissionDenied));
     assert!(switched.elapsed() < Duration::from_secs(1), "{:?}", switched.elapsed());

@@ -18,6 +18,8 @@ const SHORT: usize = 4;
 /// Minimum length of the base64 form of a secret within a longer encoded text. Shorter forms would
 /// match in other data.
 const SHORT_BASE64: usize = 8;
+/// Minimum length of a part of a secret that is recognized without the characters before it.
+const SHORT_INNER: usize = 8;
 
 /// The secrets of one request.
 #[derive(Clone, Default)]
@@ -200,7 +202,7 @@ impl StreamRedactor {
         if part.is_empty() {
             return String::new();
         }
-        let continued = self.continued_length(secrets, part);
+        let continued = self.continued_length(secrets, part).max(inner_length(secrets, part));
         let (start, rest) = (&part[..continued], &part[continued..]);
         let mut output = if start.is_empty() { String::new() } else { REDACTED.to_owned() };
         let characters: Vec<char> = rest.chars().collect();
@@ -245,6 +247,26 @@ impl StreamRedactor {
         self.partial = further;
         continued
     }
+}
+
+/// Returns the length of the start of a part that is the end of a secret, or lies inside of one,
+/// without its beginning: parts can arrive in another order than they were sent in.
+fn inner_length(secrets: &SecretRedactor, part: &str) -> usize {
+    let longest = secrets.variants.iter().map(Vec::len).max().unwrap_or(0);
+    let characters: Vec<char> = part.chars().take(longest).collect();
+    let is_inside = |variant: &Vec<char>| {
+        characters.len() >= SHORT_INNER
+            && variant.windows(characters.len()).any(|at| at == characters)
+    };
+    let inside = secrets.variants.iter().any(is_inside).then_some(characters.len());
+    let ends = secrets.variants.iter().filter_map(|variant| {
+        (1..=variant.len().saturating_sub(SHORT_INNER))
+            .map(|start| &variant[start..])
+            .find(|end| characters.starts_with(end))
+            .map(<[char]>::len)
+    });
+    let count = ends.chain(inside).max().unwrap_or(0);
+    characters[..count].iter().map(|character| character.len_utf8()).sum()
 }
 
 /// Returns the possible ends of a secret that starts at this position, with each character in any

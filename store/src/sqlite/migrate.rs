@@ -39,6 +39,9 @@ const APPLICATION_ID: i64 = 0x5443_5242;
 ///
 /// Fails when the database belongs to another program or to a newer version of Toolcrib.
 pub(crate) fn check_schema_version(connection: &Connection) -> Result<i64, SqliteOpenError> {
+    // One snapshot: another process may create the tables between two reads.
+    let _snapshot =
+        connection.is_autocommit().then(|| connection.unchecked_transaction()).transpose()?;
     let version: i64 = connection.pragma_query_value(None, "user_version", |r| r.get(0))?;
     let owner: i64 = connection.pragma_query_value(None, "application_id", |r| r.get(0))?;
     if version > SQLITE_SCHEMA_VERSION && owner == APPLICATION_ID {

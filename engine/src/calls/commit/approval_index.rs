@@ -1,4 +1,4 @@
-//! What the engine knows of approvals without a look at the store: the standing approvals, and the
+//! The approvals that the engine knows without a look at the store: the standing approvals, and the
 //! calls that wait, by what makes a repeated call equal. Both are rebuilt at the start.
 
 use std::collections::HashMap;

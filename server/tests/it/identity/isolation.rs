@@ -87,14 +87,15 @@ async fn events_keys_rules_and_audit_of_two_projects_are_isolated() {
     let agents: Vec<&Value> =
         keys["keys"].as_array().unwrap().iter().map(|key| &key["agent"]).collect();
     assert_eq!(agents, ["spy"]);
-    let body = json!({ "agent": "ada", "pattern": "*", "verdict": "allow" });
+    let body = json!({ "agent": "zoe", "pattern": "*", "verdict": "allow" });
     owner.put("/v1/rules", body).await.is(200);
     assert_eq!(theirs.get("/v1/rules").await.is(200)["rules"], json!([]));
-    theirs.delete("/v1/rules?agent=ada&pattern=*").await.refused(404, "NOT_FOUND");
+    theirs.delete("/v1/rules?agent=zoe&pattern=*").await.refused(404, "NOT_FOUND");
     let id = owner.get("/v1/keys").await.is(200)["keys"][0]["id"].as_str().unwrap().to_owned();
     theirs.delete(&format!("/v1/keys/{id}")).await.refused(404, "NOT_FOUND");
     let audit = theirs.get("/v1/audit").await;
-    assert!(!audit.text.contains("ada"), "{}", audit.text);
+    // Not a name of hexadecimal digits: the hashes of the chain could contain it.
+    assert!(!audit.text.contains("zoe"), "{}", audit.text);
 }
 
 #[tokio::test]

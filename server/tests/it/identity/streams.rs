@@ -27,6 +27,7 @@ async fn assert_all_end<F: Future<Output = ()>>(
     let mut worker = Ws::offering(other, "c2", json!([offer("a.running_tool")])).await;
     let running = api.invoke("a.running_tool", json!({})).await;
     worker.take().await;
+    worker.expect_no_message().await;
     let waiting = {
         let (api, path) = (api.clone(), format!("/v1/tool_calls/{running}?wait_ms=50000"));
         tokio::spawn(async move { api.get(&path).await })

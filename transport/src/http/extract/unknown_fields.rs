@@ -98,7 +98,8 @@ where
     D: Deserializer<'de>,
 {
     let findings = Findings { base, path: RefCell::default(), unknown: RefCell::default() };
-    let value = T::deserialize(Checked { inner: deserializer, fields: None, findings: &findings });
+    let value =
+        T::deserialize(FieldChecker { inner: deserializer, fields: None, findings: &findings });
     (value, findings.unknown.into_inner())
 }
 
@@ -142,16 +143,16 @@ impl Findings<'_> {
 }
 
 /// A deserializer, visitor, seed or access of serde whose structs are checked.
-struct Checked<'f, X> {
+struct FieldChecker<'f, X> {
     inner: X,
     /// Names that the struct being read knows; `None` outside of structs.
     fields: Option<&'static [&'static str]>,
     findings: &'f Findings<'f>,
 }
 
-impl<'f, X> Checked<'f, X> {
-    fn wrap<Y>(&self, inner: Y) -> Checked<'f, Y> {
-        Checked { inner, fields: None, findings: self.findings }
+impl<'f, X> FieldChecker<'f, X> {
+    fn wrap<Y>(&self, inner: Y) -> FieldChecker<'f, Y> {
+        FieldChecker { inner, fields: None, findings: self.findings }
     }
 }
 
@@ -176,7 +177,7 @@ macro_rules! forward_unchecked {
     )*};
 }
 
-impl<'de, D: Deserializer<'de>> Deserializer<'de> for Checked<'_, D> {
+impl<'de, D: Deserializer<'de>> Deserializer<'de> for FieldChecker<'_, D> {
     type Error = D::Error;
 
     forward_unchecked! {
@@ -223,7 +224,8 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Checked<'_, D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        let visitor = Checked { inner: visitor, fields: Some(fields), findings: self.findings };
+        let visitor =
+            FieldChecker { inner: visitor, fields: Some(fields), findings: self.findings };
         self.inner.deserialize_struct(name, fields, visitor)
     }
 
@@ -241,7 +243,7 @@ macro_rules! visit_scalars {
     )*};
 }
 
-impl<'de, V: Visitor<'de>> Visitor<'de> for Checked<'_, V> {
+impl<'de, V: Visitor<'de>> Visitor<'de> for FieldChecker<'_, V> {
     type Value = V::Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -282,7 +284,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Checked<'_, V> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, access: A) -> Result<V::Value, A::Error> {
-        let access = Checked { inner: access, fields: self.fields, findings: self.findings };
+        let access = FieldChecker { inner: access, fields: self.fields, findings: self.findings };
         self.inner.visit_map(CheckedFields { access, segment: None })
     }
 
@@ -291,7 +293,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Checked<'_, V> {
     }
 }
 
-impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for Checked<'_, S> {
+impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for FieldChecker<'_, S> {
     type Value = S::Value;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<S::Value, D::Error> {
@@ -302,7 +304,7 @@ impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for Checked<'_, S> {
 
 /// The items of a list.
 struct CheckedItems<'f, A> {
-    access: Checked<'f, A>,
+    access: FieldChecker<'f, A>,
     position: usize,
 }
 
@@ -327,7 +329,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedItems<'_, A> {
 
 /// The fields of a struct, or the entries of a map.
 struct CheckedFields<'f, A> {
-    access: Checked<'f, A>,
+    access: FieldChecker<'f, A>,
     /// The key whose value comes next.
     segment: Option<Segment>,
 }

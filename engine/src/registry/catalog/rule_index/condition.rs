@@ -5,6 +5,8 @@
 //! expression: its size is limited, a comprehension iterates over a plain list, is not nested and
 //! does not use `args` in its body, and larger arguments than the limits are not evaluated.
 
+mod argument_schema;
+
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
@@ -600,45 +602,10 @@ impl RuleCondition {
     /// Returns the problem of the first argument that a tool's input schema does not have.
     pub(crate) fn check_arguments(&self, tool: &str, schema: &Value) -> Option<ConditionError> {
         self.argument_paths.iter().find_map(|path| {
-            let missing = find_missing(schema, &path.steps)?;
+            let missing = argument_schema::find_missing(schema, &path.steps)?;
             let message = format!("the schema of \"{tool}\" has no argument \"{missing}\"");
             Some(ConditionError { message, line: path.line, column: path.column })
         })
-    }
-}
-
-/// Returns the name of the first step that a schema does not describe. A schema that combines
-/// others, or that describes no members, accepts every step.
-fn find_missing(schema: &Value, steps: &[PathStep]) -> Option<String> {
-    const COMBINATORS: [&str; 9] = [
-        "$ref",
-        "$dynamicRef",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "if",
-        "not",
-        "patternProperties",
-        "dependentSchemas",
-    ];
-    let (step, rest) = steps.split_first()?;
-    let schema = schema.as_object()?;
-    if COMBINATORS.iter().any(|word| schema.contains_key(*word)) {
-        return None;
-    }
-    match step {
-        PathStep::Item => find_missing(schema.get("items")?, rest),
-        PathStep::Field(name) => {
-            let properties = schema.get("properties")?.as_object()?;
-            match properties.get(name) {
-                Some(property) => find_missing(property, rest),
-                None => {
-                    let others = schema.get("additionalProperties");
-                    let is_open = others.is_some_and(|others| *others != Value::Bool(false));
-                    (!is_open).then(|| name.clone())
-                }
-            }
-        }
     }
 }
 
@@ -649,12 +616,12 @@ mod tests {
 
     use super::*;
 
-    struct Fixed {
+    struct FixedVariables {
         args: Json,
         objects: Value,
     }
 
-    impl VariableSource for Fixed {
+    impl VariableSource for FixedVariables {
         fn args(&self) -> Option<&Json> {
             Some(&self.args)
         }
@@ -676,7 +643,7 @@ mod tests {
             "risk": "high", "tags": ["money"]});
         let objects = json!({"caller": caller, "tool": tool});
         let mut variables = ConditionVariables::default();
-        variables.set(condition, &Fixed { args: Json::from_value(args), objects });
+        variables.set(condition, &FixedVariables { args: Json::from_value(args), objects });
         condition.evaluate(&variables)
     }
 
