@@ -26,7 +26,9 @@ impl RevisionChoice {
 
     /// Records what the stored tools of the upstream say.
     pub(super) fn restore(&self, requires_legacy: bool) {
-        self.requires_legacy.store(requires_legacy, Ordering::Release);
+        if requires_legacy && !self.refuses_legacy.load(Ordering::Acquire) {
+            self.requires_legacy.store(true, Ordering::Release);
+        }
     }
 
     /// Records that the upstream can ask in 2025-11-25 only. Returns false if it does not accept

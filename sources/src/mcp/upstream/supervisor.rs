@@ -54,8 +54,6 @@ impl UpstreamServer {
             return;
         }
         let (mut failures, mut older) = (0_u32, false);
-        let accepted = registry.accepted_tools(&self.settings.project, &self.settings.name);
-        self.revision.restore(accepted.values().any(is_of_legacy_server));
         loop {
             let began = Instant::now();
             let requested = self.refreshes_requested.load(Ordering::Acquire);
@@ -164,6 +162,8 @@ impl UpstreamServer {
     /// Connects once and serves the connection until it ends. Returns whether the connection was
     /// established, and why it ended.
     async fn run_connection(&self, registry: &dyn UpstreamRegistry, older: bool) -> (bool, String) {
+        let accepted = registry.accepted_tools(&self.settings.project, &self.settings.name);
+        self.revision.restore(accepted.values().any(is_of_legacy_server));
         let resolved = match ResolvedSettings::resolve(&self.settings) {
             Ok(resolved) => Arc::new(resolved),
             Err(reason) => return (false, reason),
