@@ -14,8 +14,8 @@
 //! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format;
 //!    `sessions` and `call_stream`: session ids and streams that outlive the process.
 //! 3. `tool_list`: the tools that a caller sees; `resume`: the streams that continue a lost one.
-//! 4. `events`: event types and their webhooks; `state`: the state that all requests share, and that of a legacy session;
-//!    `task_subscription`: the tasks that a subscription names.
+//! 4. `events`: event types and their webhooks; `state`: the state that all requests share, and
+//!    that of a legacy session; `task_subscription`: the tasks that a subscription names.
 //! 5. `operations`: one module per group of MCP methods.
 //! 6. `server`: rmcp's handler, which delegates each method to its operation. A method is added
 //!    there.

@@ -271,7 +271,7 @@ impl Registry {
         let catalog = self.catalog();
         let credential = caller.attributes.credential.as_deref();
         let key = credential.and_then(|id| catalog.credentials.key_of_credential(id));
-        key.map(|key| key.attributes.mcp).unwrap_or_default()
+        key.and_then(|key| key.attributes.mcp.as_deref().copied()).unwrap_or_default()
     }
 
     /// Returns the caller that these credentials authenticate. The whole secret is hashed and the

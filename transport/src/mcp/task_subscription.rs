@@ -1,5 +1,6 @@
-//! The part of `subscriptions/listen` that names tasks (`notifications.taskIds`). rmcp's filter does
-//! not have this field: the task ids are read from the message, and added to the acknowledgement.
+//! The part of `subscriptions/listen` that names tasks (`notifications.taskIds`). rmcp's filter
+//! does not have this field: the task ids are read from the message, and added to the
+//! acknowledgement.
 
 use std::sync::Arc;
 

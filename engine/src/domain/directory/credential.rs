@@ -129,8 +129,8 @@ pub struct KeyAttributes {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rotated_from: Option<String>,
     /// Preferences of the bearer as an MCP client.
-    #[serde(skip_serializing_if = "McpPreferences::is_empty")]
-    pub mcp: McpPreferences,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mcp: Option<Box<McpPreferences>>,
 }
 
 /// An API key without its secret: only the digest is stored.

@@ -1,8 +1,8 @@
 //! Ignores the response to a `server/discover` that `rmcp` no longer waits for.
 //!
-//! `rmcp` 3.8.0 waits ten seconds for it and then sends `initialize`. A program that takes longer to
-//! start reads both requests and answers both; `rmcp` would take the first response for the one to
-//! `initialize` and fail.
+//! `rmcp` 3.8.0 waits ten seconds for it and then sends `initialize`. A program that takes longer
+//! to start reads both requests and answers both; `rmcp` would take the first response for the one
+//! to `initialize` and fail.
 
 use rmcp::RoleClient;
 use rmcp::model::{ClientRequest, JsonRpcMessage, RequestId};

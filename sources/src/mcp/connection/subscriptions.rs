@@ -57,7 +57,7 @@ pub(in crate::mcp) async fn subscribe_resource(
 ) -> Result<(), ServiceError> {
     let info = peer.peer_info();
     let resources = info.as_ref().and_then(|info| info.capabilities.resources.as_ref());
-    if !resources.is_some_and(|resources| resources.subscribe == Some(true)) {
+    if resources.is_none_or(|resources| resources.subscribe != Some(true)) {
         return Ok(());
     }
     let subscribing = peer.subscribe(SubscribeRequestParams::new(uri));
@@ -190,8 +190,9 @@ mod tests {
             }
         };
         let (interval, followed) = (Duration::from_millis(5), FollowedResources::default());
+        let peer = client.peer();
         tokio::select! {
-            never = subscribe_or_poll(client.peer(), &handler, &followed, interval) => match never {},
+            never = subscribe_or_poll(peer, &handler, &followed, interval) => match never {},
             () = refreshes => {}
         }
         drop((client, serving));

@@ -2,8 +2,8 @@
 //!
 //! Toolcrib prefers 2026-07-28. In that revision a server ends a call with its questions and is
 //! called again; a tool that instead asks in the middle of its call fails with the error that its
-//! request is invalid (`-32600`). Such an upstream is spoken to in 2025-11-25 from then on, where it
-//! can ask. Its stored tools record this, so that it holds after a restart.
+//! request is invalid (`-32600`). Such an upstream is spoken to in 2025-11-25 from then on, where
+//! it can ask. Its stored tools record this, so that it holds after a restart.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -311,7 +311,10 @@ pub async fn every_attribute_of_a_key_is_stored(store: &dyn Store) {
             networks: vec!["10.0.0.0/8".into()],
             may_assert: AssertableAttribute::ALL.into(),
             rotated_from: Some("key_0".into()),
-            mcp: McpPreferences { names: Some(ToolNameForm::Dotted), wait_ms: Some(5_000) },
+            mcp: Some(Box::new(McpPreferences {
+                names: Some(ToolNameForm::Dotted),
+                wait_ms: Some(5_000),
+            })),
         },
         expires_ms: Some(NOW + 60_000),
         ..key("key_1", Role::Agent)

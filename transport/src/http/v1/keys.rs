@@ -72,6 +72,7 @@ impl KeyBody {
             rotated_from,
             mcp,
         } = key.attributes.clone();
+        let mcp = mcp.map(|preferences| *preferences).unwrap_or_default();
         Self {
             id: key.id.clone(),
             project: key.project.clone(),
@@ -201,7 +202,7 @@ impl NewKeyBody {
                 networks: self.networks.unwrap_or_default(),
                 may_assert: may_assert.collect::<Result<_, Error>>()?,
                 rotated_from: None,
-                mcp,
+                mcp: (!mcp.is_empty()).then(|| Box::new(mcp)),
             },
             expires_ms,
             allow,

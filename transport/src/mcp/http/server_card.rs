@@ -1,13 +1,13 @@
-//! The server card (SEP-2127): what an MCP client needs to know before it connects. It is public and
-//! names no tools.
+//! The server card (SEP-2127): what an MCP client needs to know before it connects. It is public
+//! and names no tools.
 
 use axum::http::request::Parts;
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// The well-known path of the card, and the path that the specification reserves for the card of one
-/// MCP endpoint.
+/// The well-known path of the card, and the path that the specification reserves for the card of
+/// one MCP endpoint.
 pub(super) const CARD_PATHS: [&str; 2] = ["/.well-known/mcp/server-card.json", "/mcp/server-card"];
 
 /// The well-known path of the list of a host's cards.

@@ -1,9 +1,8 @@
 //! Notifies MCP clients of changes to their tool list and to passthrough resources and prompts.
 //!
-//! A `subscriptions/listen` stream receives the changes that it subscribed to, and the states of the
-//! tasks that it names; a legacy session
-//! receives those that its revision defines. A caller is notified of a tool list change only if
-//! that caller's own list differs from before.
+//! A `subscriptions/listen` stream receives the changes that it subscribed to, and the states of
+//! the tasks that it names; a legacy session receives those that its revision defines. A caller is
+//! notified of a tool list change only if that caller's own list differs from before.
 
 // Logging belongs to the legacy revisions, whose clients still use it.
 #![allow(deprecated)]
