@@ -31,6 +31,7 @@ pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};
 pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use stream::RunStreams;
 pub use subscribers::{RunDelta, RunSubscription};
 
 /// Runs of agents: one stored agent loop each, and the context of its calls.
@@ -43,7 +44,8 @@ pub struct Runs {
     /// Name of the model that summarizes long results.
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
-    pub(crate) active_runs: ActiveRuns,
+    pub(crate) active_runs: Arc<ActiveRuns>,
+    pub(crate) streams: RunStreams,
     pub(crate) conversations: Conversations,
 }
 
@@ -51,6 +53,11 @@ impl Runs {
     /// Returns the language models that are configured.
     pub fn models(&self) -> &Arc<dyn ModelResolver> {
         &self.models
+    }
+
+    /// Returns the events and deltas of runs.
+    pub fn streams(&self) -> &RunStreams {
+        &self.streams
     }
 
     /// Returns the conversations behind responses of OpenAI's API.

@@ -169,14 +169,14 @@ impl Conversations {
     /// its conversation over since.
     pub async fn wait_for_requester(&self, caller: &Caller, id: &str) -> bool {
         let grace_ms = rejoin::project_policy(&self.core, caller).disconnect_grace_ms;
-        self.calls.wait_for_requester(id, grace_ms).await
+        self.calls.rejoin.wait_for_requester(id, grace_ms).await
     }
 
     /// Waits until a disconnected requester can no longer take its conversation over. Returns
     /// false if it has done so.
     pub async fn wait_for_rejoin_window(&self, caller: &Caller, id: &str) -> bool {
         let window_ms = rejoin::project_policy(&self.core, caller).rejoin_window_ms;
-        self.calls.wait_for_requester(id, window_ms).await
+        self.calls.rejoin.wait_for_requester(id, window_ms).await
     }
 
     async fn read<T: DeserializeOwned>(

@@ -109,7 +109,7 @@ async fn serve_mcp(State(entrance): State<McpHttpState>, request: Request) -> Re
 
 async fn serve_card(State(entrance): State<McpHttpState>, request: Request) -> Response {
     let shared = &entrance.transport.shared;
-    let needs_key = shared.engine.registry().has_keys();
+    let needs_key = shared.engine.registry().credentials().has_keys();
     let public_url = shared.settings.public_url.as_deref();
     server_card::card_response(&request.into_parts().0, public_url, needs_key)
 }

@@ -117,7 +117,7 @@ impl CallerView {
         credentials: Option<RequestCredentials>,
         options: McpViewOptions,
     ) -> Self {
-        let preferred = engine.registry().mcp_preferences(&caller);
+        let preferred = engine.registry().credentials().mcp_preferences(&caller);
         Self {
             caller,
             credentials,

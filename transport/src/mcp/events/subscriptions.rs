@@ -126,7 +126,7 @@ impl EventSubscriptions {
         // Without a runtime there are no requests either.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         runtime.spawn(async move {
-            let stored = match this.engine.admin().event_subscriptions().await {
+            let stored = match this.engine.upstreams().event_subscriptions().await {
                 Ok(stored) => stored,
                 Err(error) => {
                     tracing::error!(%error, "the subscriptions to events cannot be read");
@@ -197,7 +197,7 @@ impl EventSubscriptions {
     ) -> Result<(), Error> {
         let text = record.map(serde_json::to_string).transpose();
         let text = text.map_err(|error| Error::Internal(Box::new(error)))?;
-        self.engine.admin().store_event_subscription(project, id, text).await
+        self.engine.upstreams().store_event_subscription(project, id, text).await
     }
 
     /// Delivers a subscription from its position on, in place of an earlier task.
@@ -248,7 +248,7 @@ impl EventSubscriptions {
                 }
             };
             for (number, occurrence) in &page.occurrences {
-                if !self.engine.registry().is_credential_active(&caller) {
+                if !self.engine.registry().credentials().is_credential_active(&caller) {
                     let receiver = receiver(&record, id);
                     self.sender.announce_end(&receiver, "the credentials were revoked").await;
                     return self.end(project, id).await;

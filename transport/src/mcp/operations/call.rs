@@ -75,7 +75,7 @@ pub(crate) async fn call_tool(
         return Err(ErrorData::invalid_params(message, None));
     }
     invocation.meta = meta;
-    let ticket = match Box::pin(shared.engine.calls().invoke(&view.caller, invocation)).await {
+    let ticket = match shared.engine.calls().invoke(&view.caller, invocation).await {
         Ok(ticket) => ticket,
         Err(error) => {
             return tool_result::refused_call_result(error).map(CallToolResponse::Complete);

@@ -88,7 +88,7 @@ pub(in super::super) async fn run_events(
     credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    let subscription = state.engine.runs().subscribe_run(&caller, &run_id).await?;
+    let subscription = state.engine.runs().streams().subscribe(&caller, &run_id).await?;
     Ok(stream_run(state.engine, credentials, run_id, after, subscription))
 }
 
@@ -148,7 +148,11 @@ impl RunEventStream {
                 let (engine, caller) = (self.engine.clone(), self.caller.clone());
                 let (run_id, after) = (self.run_id.clone(), self.after);
                 Box::pin(async move {
-                    engine.runs().run_events(&caller, &run_id, after, RUN_EVENT_PAGE_SIZE).await
+                    engine
+                        .runs()
+                        .streams()
+                        .events(&caller, &run_id, after, RUN_EVENT_PAGE_SIZE)
+                        .await
                 })
             });
             tokio::select! {
