@@ -32,7 +32,7 @@ pub use catalog::{
 };
 pub use credentials::{CredentialVerifier, Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};
-pub use model_tool_names::name_for_model;
+pub use model_tool_names::{hashed_name_for_model, name_for_model, names_for_model};
 pub use projects::{check_array_items, parse_agent_definition};
 pub use search::ToolMatch;
 pub use session_tokens::{CreatedSessionToken, MAX_SESSION_TOKEN_TTL_MS, NewSessionToken};

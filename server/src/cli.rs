@@ -28,11 +28,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::parser::ValueSource;
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use client::{ApiClient, DEFAULT_SERVER, url_of_listen_address};
 use failure::{CommandFailure, exit};
 use output::Output;
 use toolcrib::domain::directory::audit::RequestOrigin;
+use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::registry::audit;
 
 use crate::config::{Config, ConfigOverrides};
@@ -216,6 +217,24 @@ struct ServeArgs {
     nats: Option<String>,
     #[command(flatten)]
     storage: StorageArgs,
+}
+
+/// The form of the names of tools as a command-line value.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum ToolNamesArg {
+    /// Names that model APIs accept: calculation__eval
+    Model,
+    /// Toolcrib's own names: calculation.eval
+    Dotted,
+}
+
+impl From<ToolNamesArg> for ToolNameForm {
+    fn from(form: ToolNamesArg) -> Self {
+        match form {
+            ToolNamesArg::Model => Self::Model,
+            ToolNamesArg::Dotted => Self::Dotted,
+        }
+    }
 }
 
 /// Options that select the stored data, for commands that work on it directly.

@@ -20,8 +20,8 @@ use std::sync::{Arc, LazyLock, OnceLock};
 use async_trait::async_trait;
 use metrics::Counter;
 use parking_lot::Mutex;
-use rmcp::RoleClient;
 use rmcp::service::Peer;
+use rmcp::{RoleClient, ServiceError};
 use tokio::sync::broadcast;
 use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
@@ -40,6 +40,7 @@ pub use settings::{
 pub use upstream::state::{UpstreamPhase, UpstreamState, UpstreamStatus};
 
 use crate::mcp::attempt::UpstreamAttempt;
+use crate::mcp::connection::subscriptions::subscribe_resource;
 use oauth::{Authorizer, SharedPublicBaseUrl};
 use upstream::UpstreamServer;
 
@@ -250,6 +251,27 @@ impl McpSource {
             Some((name.clone(), upstream.current_connection()?.peer.clone()))
         });
         peers.collect()
+    }
+
+    /// Follows the changes of a resource of an upstream. They arrive at
+    /// [`McpSource::subscribe_changes`], also after a reconnect.
+    ///
+    /// # Errors
+    /// The upstream refuses the subscription, or does not respond.
+    pub async fn follow_resource(
+        &self,
+        project: &str,
+        name: &str,
+        uri: &str,
+    ) -> Result<(), ServiceError> {
+        let Some(upstream) = self.find(project, name) else { return Ok(()) };
+        upstream.followed_resources.add(uri);
+        let Some(live) = upstream.current_connection() else { return Ok(()) };
+        let info = live.peer.peer_info();
+        match info.is_some_and(|info| info.protocol_version.has_initialize()) {
+            true => subscribe_resource(&live.peer, uri).await,
+            false => Ok(()),
+        }
     }
 
     /// Redacts the secrets of an upstream's settings and tokens from a text.

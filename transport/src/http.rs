@@ -163,8 +163,8 @@ fn routes() -> OpenApiRouter<HttpState> {
 /// Returns the OpenAPI document as JSON text.
 pub fn openapi_json() -> String {
     let document = docs::deduplicate_operation_ids(routes().split_for_parts().1);
-    let document = docs::add_common_refusals(document);
-    let mut text = document.to_pretty_json().unwrap_or_default();
+    let document = docs::examples::add_examples(docs::add_common_refusals(document));
+    let mut text = docs::examples::to_ordered_json(document);
     text.push('\n');
     text
 }

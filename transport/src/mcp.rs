@@ -14,7 +14,8 @@
 //! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format;
 //!    `sessions` and `call_stream`: session ids and streams that outlive the process.
 //! 3. `tool_list`: the tools that a caller sees; `resume`: the streams that continue a lost one.
-//! 4. `state`: the state that all requests share, and that of a legacy session.
+//! 4. `events`: event types and their webhooks; `state`: the state that all requests share, and
+//!    that of a legacy session; `task_subscription`: the tasks that a subscription names.
 //! 5. `operations`: one module per group of MCP methods.
 //! 6. `server`: rmcp's handler, which delegates each method to its operation. A method is added
 //!    there.
@@ -22,6 +23,7 @@
 
 mod call_stream;
 mod duplicate_keys;
+mod events;
 mod http;
 mod operations;
 mod param_errors;
@@ -32,6 +34,7 @@ mod server;
 mod sessions;
 mod settings;
 mod state;
+mod task_subscription;
 mod tool_list;
 mod tool_result;
 
@@ -40,7 +43,7 @@ pub use http::router;
 pub use passthrough::{
     PassthroughChange, PassthroughChangeKind, PassthroughChangeStream, PassthroughProvider,
 };
-pub use request::CatalogueMode;
+pub use request::{CatalogueMode, McpViewOptions};
 pub use server::McpTransport;
 pub use sessions::SessionKey;
 pub use settings::{McpTransportSettings, ProtectedResourceMetadata};

@@ -42,6 +42,7 @@ impl Approvals {
             client_id: replaced.origin.client_id.clone(),
             user_id: replaced.origin.user_id.clone(),
             traceparent: replaced.origin.traceparent.clone(),
+            meta: replaced.origin.meta.clone(),
             ..CallRequest::of(approval.request.tool.clone(), args)
         };
         let found = catalog.find(&caller.project, &approval.request.tool);

@@ -277,6 +277,7 @@ impl Calls {
                 background: definition.background,
                 route: request.route,
                 callback_url: request.callback_url,
+                meta: request.meta,
                 ..Origin::from_caller(caller)
             },
             max_retries: match target.traits.retries {

@@ -167,6 +167,7 @@ impl Dispatcher {
             acknowledged_by: call.acknowledged_by.clone(),
             redelivered: again,
             elicitation: call.elicitation.clone(),
+            meta: call.origin.meta.clone(),
         }
     }
 

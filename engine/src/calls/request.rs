@@ -66,6 +66,9 @@ pub struct CallRequest {
     ///
     /// [`Ticket::delivery`]: crate::calls::Ticket::delivery
     pub rejoin: bool,
+    /// Metadata of the request for the tool's executor, an object: MCP's `_meta`. Never used for
+    /// decisions.
+    pub meta: Option<Json>,
 }
 
 impl CallRequest {
@@ -93,6 +96,7 @@ impl CallRequest {
             callback_url: None,
             answers: None,
             rejoin: false,
+            meta: None,
         }
     }
 }

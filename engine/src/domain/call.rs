@@ -172,6 +172,8 @@ pub struct Origin {
     pub predecessor: Option<CallId>,
     /// The call that this one replaces: a person approved it with other arguments.
     pub replaces: Option<CallId>,
+    /// Metadata of the request for the tool's executor.
+    pub meta: Option<Json>,
 }
 
 impl Origin {

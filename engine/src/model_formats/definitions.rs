@@ -1,4 +1,5 @@
-//! Describes tools in the formats of model APIs, ready for a request.
+//! Describes tools in the formats of model APIs, ready for a request. Schemas are written with the
+//! keywords that common clients can parse.
 
 use std::str::FromStr;
 
@@ -8,6 +9,7 @@ use serde_json::Value;
 use super::to_json;
 use crate::domain::json::Json;
 use crate::domain::tool::{Effect, ToolDefinition};
+use crate::schema::to_portable_schema;
 
 /// The format of a tool description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -102,7 +104,7 @@ struct ToolAnnotations {
 /// Describes a tool in a format, under a given name.
 pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> Json {
     let (description, parameters) =
-        (tool.description.as_str(), with_object_type(&tool.input_schema));
+        (tool.description.as_str(), with_object_type(&to_portable_schema(&tool.input_schema)));
     match format {
         ToolFormat::OpenAi => {
             let function = FunctionDefinition { name, description, parameters };

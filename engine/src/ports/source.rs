@@ -64,6 +64,8 @@ pub struct Attempt {
     /// The elicitation of the previous attempt with its answers, or answers that were given in
     /// advance.
     pub elicitation: Option<Box<Elicitation>>,
+    /// Metadata of the caller's request for the executor, an object.
+    pub meta: Option<Json>,
 }
 
 /// The data that a tool service or an HTTP source needs to execute an attempt.

@@ -18,7 +18,8 @@ use crate::domain::caller::{
     Role, RoleSet,
 };
 use crate::domain::directory::credential::{
-    AssertableAttribute, CredentialStatus, check_attribute_name, networks_contain, parse_network,
+    AssertableAttribute, CredentialStatus, McpPreferences, check_attribute_name, networks_contain,
+    parse_network,
 };
 use crate::domain::directory::{ApiKey, Directory, SessionToken};
 use crate::domain::fault::{Code, Error};
@@ -138,6 +139,16 @@ impl CredentialIndex {
 
     fn key_by_id(&self, id: &str) -> Option<&KeyRecord> {
         self.keys.get(self.key_digests.get(id)?)
+    }
+
+    /// Returns the key with this id, or the one that the session token with this id was made from.
+    fn key_of_credential(&self, id: &str) -> Option<&ApiKey> {
+        let token = || self.tokens.values().find(|token| token.id == id);
+        let key_id = match id.starts_with(SessionToken::PREFIX) {
+            true => token()?.key_id.as_str(),
+            false => id,
+        };
+        self.key_by_id(key_id).map(|record| &record.key)
     }
 
     /// Returns the bearer of a key or session token, the attributes that it may assert, and the end
@@ -260,6 +271,22 @@ impl CredentialVerifier {
             recorded_time_ms: AtomicU64::default(),
             sign_ins: SignInLog::default(),
         }
+    }
+
+    /// Returns true if the credentials of a caller are still valid, for work that goes on without a
+    /// request. A token of an external issuer is valid until that work ends.
+    pub fn is_credential_active(&self, caller: &Caller) -> bool {
+        let is_key = caller.auth_method == AuthMethod::Key;
+        !is_key || caller.attributes.credential.is_none() || self.has_active_key(caller)
+    }
+
+    /// Returns the preferences of the caller's key as an MCP client. A caller without a key has
+    /// none.
+    pub fn mcp_preferences(&self, caller: &Caller) -> McpPreferences {
+        let catalog = self.catalog.load();
+        let credential = caller.attributes.credential.as_deref();
+        let key = credential.and_then(|id| catalog.credentials.key_of_credential(id));
+        key.and_then(|key| key.attributes.mcp.as_deref().copied()).unwrap_or_default()
     }
 
     /// Returns the caller that these credentials authenticate. The whole secret is hashed and the

@@ -20,6 +20,9 @@ use crate::ports::core::from_store_error;
 use crate::registry::Upstreams;
 use crate::schema::{self, CompileBudget};
 
+/// Begins the names under which subscriptions to events are stored. No upstream has such a name.
+const EVENT_SUBSCRIPTION_PREFIX: &str = "events:";
+
 impl Upstreams {
     /// Returns every upstream of all projects, for the source that connects to them.
     pub fn list_all(&self) -> Vec<Upstream> {
@@ -168,7 +171,37 @@ impl Upstreams {
 
     /// Returns the project and name of each upstream that has a stored credential.
     pub async fn list_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
+        let mut stored = self.stored_credentials().await?;
+        stored.retain(|(_, name)| !name.starts_with(EVENT_SUBSCRIPTION_PREFIX));
+        Ok(stored)
+    }
+
+    async fn stored_credentials(&self) -> Result<Vec<(String, String)>, Error> {
         self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
+    }
+
+    /// Stores a subscription of an MCP client to events, or deletes it. It has the secret of a
+    /// webhook, so it is stored like a credential. The transport that writes it defines its
+    /// content.
+    pub async fn store_event_subscription(
+        &self,
+        project: &str,
+        id: &str,
+        subscription: Option<String>,
+    ) -> Result<(), Error> {
+        let name = format!("{EVENT_SUBSCRIPTION_PREFIX}{id}");
+        self.set_credential(project, &name, subscription).await
+    }
+
+    /// Returns the project, id and content of each stored subscription to events.
+    pub async fn event_subscriptions(&self) -> Result<Vec<(String, String, String)>, Error> {
+        let mut found = Vec::new();
+        for (project, name) in self.stored_credentials().await? {
+            let Some(id) = name.strip_prefix(EVENT_SUBSCRIPTION_PREFIX) else { continue };
+            let text = self.credential(&project, &name).await?;
+            found.extend(text.map(|text| (project.clone(), id.to_owned(), text)));
+        }
+        Ok(found)
     }
 }
 

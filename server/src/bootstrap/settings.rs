@@ -8,6 +8,7 @@ use toolcrib::ports::core::ApprovalSettings;
 use toolcrib::ports::core::{ExecutionPolicies, ToolOverride};
 use toolcrib::ports::webhook_sender::DeliverySettings;
 use toolcrib_protocol::http_operation::jina::JinaEndpoints;
+use toolcrib_protocol::outbound::OutboundPolicy;
 use toolcrib_protocol::secrets::SecretPolicy;
 use toolcrib_protocol::utp::nats_connection::NatsEndpoint;
 use toolcrib_transport::auth::OriginPolicy;
@@ -149,6 +150,8 @@ pub fn mcp_transport(config: &Config) -> McpTransportSettings {
     McpTransportSettings {
         task_after_ms: mcp.task_after_ms,
         wait_ms: mcp.wait_ms.min(config.limits.max_wait_ms),
+        max_wait_ms: config.limits.max_wait_ms,
+        names: mcp.names,
         page_size: mcp.page_size,
         catalogue_threshold: mcp.catalogue_over,
         result_tokens: mcp.result_tokens,
@@ -164,6 +167,12 @@ pub fn mcp_transport(config: &Config) -> McpTransportSettings {
             allowed_origins: mcp.allowed_origins.clone(),
             table: "doors.mcp",
         },
+        public_url: config.mcp_servers.public_url.clone(),
+        event_callbacks: OutboundPolicy::new(
+            "webhooks",
+            config.webhooks.allow_private,
+            &config.webhooks.allow_hosts,
+        ),
         protected_resource: config.auth.oauth.as_ref().map(|oauth| ProtectedResourceMetadata {
             issuer: oauth.issuer.clone(),
             resource: oauth.resource.clone(),

@@ -25,14 +25,15 @@ use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
+use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::domain::fault::Code;
 use toolcrib_store::file_permissions;
 use toolcrib_transport::auth::ProcessCredentials;
-use toolcrib_transport::mcp::{CatalogueMode, mark_lines};
+use toolcrib_transport::mcp::{CatalogueMode, McpViewOptions, mark_lines};
 
 use self::retrying_client::RetryingClient;
 use super::failure::{CommandFailure, exit};
-use super::{CommandContext, StorageArgs};
+use super::{CommandContext, StorageArgs, ToolNamesArg};
 use crate::config::Config;
 use crate::{bootstrap, telemetry};
 
@@ -46,6 +47,7 @@ Examples:
   toolcrib mcp --server https://crib.example.com --key tck_…
   toolcrib mcp --data-dir ~/.toolcrib            no server needed
   toolcrib mcp --catalogue search                three tools instead of many
+  toolcrib mcp --names dotted                    calculation.eval instead of calculation__eval
   toolcrib mcp --source files                    one upstream MCP server, under its own names
 
 Upstream MCP servers:
@@ -67,6 +69,12 @@ pub struct McpArgs {
     /// Only the tools of this upstream MCP server, under their own names
     #[arg(long, value_name = "NAME", conflicts_with = "catalogue")]
     source: Option<String>,
+    /// Form of the names of tools [default: that of the key or the server]
+    #[arg(long, value_enum, value_name = "FORM")]
+    names: Option<ToolNamesArg>,
+    /// Time that tools/call waits for a result [default: that of the key or the server]
+    #[arg(long, value_name = "MS")]
+    wait_ms: Option<u64>,
     #[command(flatten)]
     storage: StorageArgs,
 }
@@ -132,12 +140,17 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
     let local = || Caller::local(context.project());
     let caller = credentials.as_ref().map_or_else(local, |found| found.caller().clone());
     let transport = served.mcp_transport(&config);
-    let catalogue = args.catalogue.map(|mode| match mode {
-        CatalogueArg::Full => CatalogueMode::Full,
-        CatalogueArg::Search => CatalogueMode::Search,
-    });
+    let options = McpViewOptions {
+        catalogue: args.catalogue.map(|mode| match mode {
+            CatalogueArg::Full => CatalogueMode::Full,
+            CatalogueArg::Search => CatalogueMode::Search,
+        }),
+        source: args.source.as_deref().map(Into::into),
+        names: args.names.map(Into::into),
+        wait_ms: args.wait_ms,
+    };
     let (input, output) = (tokio::io::stdin(), tokio::io::stdout());
-    let serving = transport.serve_pipes(caller, catalogue, args.source.clone(), input, output);
+    let serving = transport.serve_pipes(caller, options, input, output);
     let invalid = async {
         match &credentials {
             Some(credentials) => credentials.wait_until_invalid(&engine).await,
@@ -174,13 +187,7 @@ fn fallback_data_dir(
 /// call. A server that goes away and comes back is not noticed.
 async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), CommandFailure> {
     let client = context.client()?;
-    let query = match (args.catalogue, &args.source) {
-        (Some(CatalogueArg::Full), _) => "?catalogue=full".to_owned(),
-        (Some(CatalogueArg::Search), _) => "?catalogue=search".to_owned(),
-        (None, Some(source)) => format!("/{source}"),
-        (None, None) => String::new(),
-    };
-    let url = format!("{}/mcp{query}", client.server());
+    let url = format!("{}/mcp{}", client.server(), path_and_query(args));
     // This client sends the key and the project with every request.
     let http = RetryingClient::new(client.http_client(), client.server());
     let config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
@@ -190,6 +197,28 @@ async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), Comm
     // A cancellation that cannot be delivered any more leaves the call to its deadline.
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, http.finish()).await;
     ended
+}
+
+/// Returns the part of the server's URL after `/mcp` that the arguments select.
+fn path_and_query(args: &McpArgs) -> String {
+    let mut path = args.source.as_ref().map(|source| format!("/{source}")).unwrap_or_default();
+    let catalogue = args.catalogue.map(|mode| match mode {
+        CatalogueArg::Full => "full",
+        CatalogueArg::Search => "search",
+    });
+    let names = args.names.map(|form| ToolNameForm::from(form).as_str());
+    let parameters = [
+        ("catalogue", catalogue.map(str::to_owned)),
+        ("names", names.map(str::to_owned)),
+        ("wait_ms", args.wait_ms.map(|ms| ms.to_string())),
+    ];
+    let mut separator = '?';
+    for (name, value) in parameters {
+        let Some(value) = value else { continue };
+        path.push_str(&format!("{separator}{name}={value}"));
+        separator = '&';
+    }
+    path
 }
 
 /// Relays messages until one side closes. Messages are sent in the order in which they arrived: a

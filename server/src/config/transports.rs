@@ -2,6 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::Deserialize;
+use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib_transport::mcp;
 
 /// Transports: the interfaces that callers use.
@@ -39,6 +40,10 @@ pub struct McpEndpointSettings {
     pub task_after_ms: u64,
     /// Time any other MCP client waits before it receives the ticket, with which it can ask again.
     pub wait_ms: u64,
+    /// Form of the names of tools: `model` (`calculation__eval`) or `dotted` (`calculation.eval`).
+    /// A request (`?names=`) or its key may choose another one.
+    #[schemars(with = "String", extend("enum" = ["model", "dotted"]))]
+    pub names: ToolNameForm,
     /// Number of tools on one page of `tools/list`.
     pub page_size: usize,
     /// Lists of more tools are replaced by three tools that search, describe and call, unless the
@@ -68,6 +73,7 @@ impl Default for McpEndpointSettings {
             enabled: true,
             task_after_ms: settings.task_after_ms,
             wait_ms: settings.wait_ms,
+            names: settings.names,
             page_size: settings.page_size,
             catalogue_over: settings.catalogue_threshold,
             result_tokens: settings.result_tokens,

@@ -112,7 +112,7 @@ impl UpstreamLists {
                     self.templates.invalidate(&key);
                 }
                 Ok((key, UpstreamChange::PromptList)) => self.prompts.invalidate(&key),
-                Ok((_, UpstreamChange::ResourceContent(_))) => {}
+                Ok((_, UpstreamChange::ResourceContent(_) | UpstreamChange::Log(_))) => {}
                 // Some changes were missed, so every entry expires.
                 Err(TryRecvError::Lagged(_)) => now += UNRESPONSIVE_TTL + CACHE_TTL,
                 Err(TryRecvError::Empty | TryRecvError::Closed) => break,

@@ -3,6 +3,8 @@
 //! also read its resources and prompts: rules name a prompt like a tool, and resources as
 //! `NAME.resources`.
 
+// Logging belongs to the legacy revisions, whose servers still use it.
+#![allow(deprecated)]
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -11,9 +13,11 @@ use futures::future::join_all;
 use rmcp::model::{
     CompleteRequestParams, CompleteResult, ErrorCode, GetPromptRequestParams, GetPromptResponse,
     Prompt, ReadResourceRequestParams, ReadResourceResponse, Reference, Resource, ResourceTemplate,
+    SetLevelRequestParams,
 };
 use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleClient, ServiceError};
+use serde_json::{Value, json};
 use tokio::sync::broadcast;
 use toolcrib::{Caller, Engine};
 use toolcrib_sources::mcp::{McpSource, UpstreamChange};
@@ -172,8 +176,6 @@ impl PassthroughProvider for UpstreamPassthrough {
         let Some((name, peer)) = self.find_resource_owner(caller, source, &params.uri).await else {
             return Ok(None);
         };
-        let mut params = params;
-        params.meta = None;
         let read = with_timeout(peer.read_resource_once(params)).await;
         read.map(Some).map_err(|error| self.to_mcp_error(caller, &name, error))
     }
@@ -211,7 +213,6 @@ impl PassthroughProvider for UpstreamPassthrough {
             return Ok(None);
         };
         params.name = upstream_name.to_owned();
-        params.meta = None;
         let got = with_timeout(peer.get_prompt_once(params)).await;
         got.map(Some).map_err(|error| self.to_mcp_error(caller, upstream, error))
     }
@@ -223,7 +224,6 @@ impl PassthroughProvider for UpstreamPassthrough {
         params: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData> {
         let mut params = params;
-        params.meta = None;
         let peer = match &mut params.r#ref {
             Reference::Prompt(prompt) => {
                 let name = prompt.name.clone();
@@ -256,6 +256,51 @@ impl PassthroughProvider for UpstreamPassthrough {
         }
     }
 
+    async fn subscribe_resource(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+        uri: &str,
+    ) -> Result<(), ErrorData> {
+        let Some((name, _)) = self.find_resource_owner(caller, source, uri).await else {
+            return Ok(());
+        };
+        let followed = self.upstreams.follow_resource(&caller.project, &name, uri).await;
+        followed.map_err(|error| self.to_mcp_error(caller, &name, error))
+    }
+
+    async fn set_log_level(&self, caller: &Caller, source: Option<&str>, level: &Value) {
+        let Ok(level) = serde_json::from_value::<SetLevelRequestParams>(json!({ "level": level }))
+        else {
+            return;
+        };
+        let mut peers = self.upstreams.peers(&caller.project);
+        peers.retain(|name, peer| {
+            let info = peer.peer_info();
+            source.is_none_or(|source| source == name)
+                && self.has_source(caller, name)
+                && info.is_some_and(|info| {
+                    info.capabilities.logging.is_some() && info.protocol_version.has_initialize()
+                })
+        });
+        let requests = peers.values().map(|peer| with_timeout(peer.set_level(level.clone())));
+        // An upstream that refuses sends its messages as before; each session has its own level.
+        drop(join_all(requests).await);
+    }
+
+    fn instructions(&self, caller: &Caller, source: Option<&str>) -> Vec<(String, String)> {
+        let mut peers = self.upstreams.peers(&caller.project);
+        peers.retain(|name, _| {
+            source.is_none_or(|source| source == name) && self.has_source(caller, name)
+        });
+        let instructions = peers.into_iter().filter_map(|(name, peer)| {
+            let text = peer.peer_info()?.instructions.clone()?;
+            let text = self.upstreams.redact(&caller.project, &name, &text);
+            Some((name, text))
+        });
+        instructions.collect()
+    }
+
     fn has_source(&self, caller: &Caller, source: &str) -> bool {
         let (engine, prefix) = (&self.engine, format!("{source}."));
         let offered = || {
@@ -267,7 +312,8 @@ impl PassthroughProvider for UpstreamPassthrough {
     }
 
     fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {
-        Some(Box::new(UpstreamChangeStream(Some(self.upstreams.subscribe_changes()))))
+        let changes = Some(self.upstreams.subscribe_changes());
+        Some(Box::new(UpstreamChangeStream { changes, upstreams: self.upstreams.clone() }))
     }
 
     fn can_see_change(
@@ -278,6 +324,9 @@ impl PassthroughProvider for UpstreamPassthrough {
     ) -> bool {
         let Some((project, name)) = &change.origin else { return true };
         let is_in_scope = *project == caller.project && source.is_none_or(|source| source == name);
+        if matches!(change.kind, PassthroughChangeKind::Log(_)) {
+            return is_in_scope && self.has_source(caller, name);
+        }
         // Rules name each prompt like a tool, and the notification does not say which prompt
         // changed.
         let is_prompt_list = change.kind == PassthroughChangeKind::PromptList;
@@ -287,13 +336,31 @@ impl PassthroughProvider for UpstreamPassthrough {
 }
 
 /// A stream of the changes that all upstreams report.
-struct UpstreamChangeStream(Option<broadcast::Receiver<((String, String), UpstreamChange)>>);
+struct UpstreamChangeStream {
+    changes: Option<broadcast::Receiver<((String, String), UpstreamChange)>>,
+    upstreams: Arc<McpSource>,
+}
+
+impl UpstreamChangeStream {
+    /// Returns a log message with secrets redacted, and the upstream as its logger, before its own
+    /// one.
+    fn log_message(&self, (project, name): &(String, String), message: &Value) -> Value {
+        let redacted = self.upstreams.redact(project, name, &message.to_string());
+        let mut message: Value = serde_json::from_str(&redacted).unwrap_or_default();
+        let logger = message.get("logger").and_then(Value::as_str);
+        let logger = logger.map_or_else(|| name.clone(), |own| format!("{name}.{own}"));
+        if let Value::Object(fields) = &mut message {
+            fields.insert("logger".to_owned(), logger.into());
+        }
+        message
+    }
+}
 
 #[async_trait]
 impl PassthroughChangeStream for UpstreamChangeStream {
     async fn next(&mut self) -> PassthroughChange {
         loop {
-            let Some(changes) = &mut self.0 else { return std::future::pending().await };
+            let Some(changes) = &mut self.changes else { return std::future::pending().await };
             match changes.recv().await {
                 Ok((key, change)) => {
                     let kind = match change {
@@ -301,6 +368,9 @@ impl PassthroughChangeStream for UpstreamChangeStream {
                         UpstreamChange::PromptList => PassthroughChangeKind::PromptList,
                         UpstreamChange::ResourceContent(uri) => {
                             PassthroughChangeKind::ResourceContent(uri)
+                        }
+                        UpstreamChange::Log(message) => {
+                            PassthroughChangeKind::Log(self.log_message(&key, &message))
                         }
                     };
                     return PassthroughChange { kind, origin: Some(key) };
@@ -312,7 +382,7 @@ impl PassthroughChangeStream for UpstreamChangeStream {
                         origin: None,
                     };
                 }
-                Err(broadcast::error::RecvError::Closed) => self.0 = None,
+                Err(broadcast::error::RecvError::Closed) => self.changes = None,
             }
         }
     }

@@ -5,11 +5,14 @@ mod calling;
 mod catalogue;
 pub mod clients;
 mod elicitation;
+mod events;
 mod listing;
 mod long;
+mod names;
 mod oauth;
 mod python;
 mod resuming;
+mod schemas;
 mod stdio;
 mod tasks;
 

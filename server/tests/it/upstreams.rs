@@ -9,6 +9,7 @@ mod lifecycle;
 mod oauth;
 pub mod odd;
 mod panicking;
+mod passing;
 mod tasks;
 
 use serde_json::{Value, json};

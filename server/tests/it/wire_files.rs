@@ -231,3 +231,49 @@ async fn health_readiness_and_metrics_are_served() {
     }
     assert!(!metrics.text.contains(&id), "no ids in labels");
 }
+
+/// Returns the operations of the document in its order, with the values of their examples.
+fn documented_examples() -> Vec<(String, String, Option<Value>)> {
+    let text = openapi_json();
+    let document: Value = serde_json::from_str(&text).unwrap();
+    let paths = document["paths"].as_object().unwrap();
+    let mut order: Vec<&String> = paths.keys().collect();
+    order.sort_by_key(|path| text.find(&format!("\n    \"{path}\": {{")).unwrap());
+    let mut found = Vec::new();
+    for path in order {
+        for (method, operation) in paths[path].as_object().unwrap() {
+            let mut filled = path.clone();
+            for parameter in operation["parameters"].as_array().into_iter().flatten() {
+                if let Some(value) = parameter["schema"]["example"].as_str() {
+                    let name = parameter["name"].as_str().unwrap();
+                    filled = filled.replace(&format!("{{{name}}}"), value);
+                }
+            }
+            let content = &operation["requestBody"]["content"]["application/json"];
+            let body = content.get("example").cloned();
+            let is_complete = !filled.contains('{');
+            let needs_body = !operation["requestBody"].is_null();
+            if is_complete && (filled != *path || needs_body) && needs_body == body.is_some() {
+                found.push((method.to_uppercase(), filled, body));
+            }
+        }
+    }
+    found
+}
+
+#[tokio::test]
+async fn every_example_of_the_docs_succeeds_as_it_is() {
+    let server = Server::start().await;
+    let api = server.operator();
+    let examples = documented_examples();
+    assert_eq!(examples[0].1, "/v1/tools/calculation.eval/invoke", "the first one calls a tool");
+    assert!(examples.len() >= 20, "{examples:?}");
+    for (method, path, body) in examples {
+        let request = api.request(method.parse().unwrap(), &path);
+        let reply = match &body {
+            Some(body) => api.send(request.json(body)).await,
+            None => api.send(request).await,
+        };
+        assert!(reply.status.is_success(), "{method} {path} {body:?}: {}", reply.text);
+    }
+}

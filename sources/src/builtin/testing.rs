@@ -29,6 +29,7 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         acknowledged_by: None,
         redelivered: false,
         elicitation: None,
+        meta: None,
     }
 }
 

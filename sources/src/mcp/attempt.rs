@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use rmcp::ServiceError;
 use rmcp::model::{
-    CallToolRequest, CallToolRequestParams, ClientRequest, JsonObject, RequestMetaObject,
-    ServerResult,
+    CallToolRequest, CallToolRequestParams, ClientRequest, ErrorCode, JsonObject,
+    RequestMetaObject, ServerResult,
 };
 use rmcp::service::PeerRequestOptions;
 use serde::{Deserialize, Serialize};
@@ -197,11 +197,12 @@ impl UpstreamAttempt {
             params.input_responses = Some(std::mem::take(&mut ready).into_iter().collect());
         }
         let mut options = PeerRequestOptions::no_options();
+        let meta = attempt.meta.as_ref().and_then(|meta| serde_json::from_str(meta.text()).ok());
+        let mut meta: RequestMetaObject = meta.unwrap_or_default();
         if let Some(trace) = &attempt.traceparent {
-            let mut meta = RequestMetaObject::new();
             meta.set_traceparent(trace.to_string());
-            options = options.with_meta(meta);
         }
+        options = options.with_meta(meta);
         let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
         // If the upstream can send elicitations mid-call, all requests in flight must be known.
         let sending = match live.may_elicit_mid_call {
@@ -355,6 +356,20 @@ impl UpstreamAttempt {
                 let note =
                     McpResumeState { needs_url_opened: true, ..McpResumeState::default() }.text();
                 StartResult::NeedsInput(ElicitationRequest { questions, source_state: note })
+            }
+            // The tool asked in the middle of its call, which this revision does not have.
+            Err(ServiceError::McpError(error))
+                if error.code == ErrorCode::INVALID_REQUEST
+                    && live.is_modern
+                    && self.upstream.revision.require_legacy() =>
+            {
+                let name = &self.upstream.settings.name;
+                let text = self.upstream.redact(&error.message);
+                StartResult::Finished(Err(outcome::other_revision_fault(
+                    name,
+                    &self.attempt,
+                    &text,
+                )))
             }
             Err(error) => {
                 let problem = live.diagnostics.problem();

@@ -4,8 +4,10 @@
 mod authorized_client;
 pub(super) mod child_process;
 mod flood_limit;
+pub(super) mod followed_resources;
 pub(super) mod http_error;
 mod http_post;
+mod late_discovery;
 mod message_limit;
 pub(super) mod server_requests;
 pub(super) mod stateless_call;
@@ -72,6 +74,8 @@ pub(super) struct LiveConnection {
     /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
     /// nothing identifies the call.
     pub(super) may_elicit_mid_call: bool,
+    /// `true` if the upstream is spoken to in revision 2026-07-28.
+    pub(super) is_modern: bool,
 }
 
 /// Diagnostics that explain why a connection is unusable.
@@ -183,6 +187,7 @@ impl UpstreamConnection {
             diagnostics: self.diagnostics.clone(),
             stateless: self.stateless.clone().filter(|_| modern),
             may_elicit_mid_call: !modern && self.process.is_some(),
+            is_modern: modern,
         }
     }
 

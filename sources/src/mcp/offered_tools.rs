@@ -11,6 +11,9 @@ use toolcrib::domain::tool::{Effect, Executor, Risk, ToolDefinition, check_tool_
 
 use super::settings::{McpServerSettings, McpToolSettings};
 
+/// Maximum size of a tool's `_meta` that is passed on.
+const MAX_TOOL_META_BYTES: usize = 16 << 10;
+
 /// The tools that an upstream offers, as definitions.
 #[derive(Debug, Default, Clone)]
 pub struct OfferedTools {
@@ -142,10 +145,34 @@ fn metadata(settings: &McpServerSettings, tool: &Tool, found: &[&str]) -> Json {
     if let Some(hints) = &tool.annotations {
         metadata["mcp"]["annotations"] = serde_json::to_value(hints).unwrap_or(Value::Null);
     }
+    let meta = tool.meta.as_ref().and_then(|meta| serde_json::to_value(meta).ok());
+    if let Some(meta) = meta.filter(|meta| meta.to_string().len() <= MAX_TOOL_META_BYTES) {
+        metadata["mcp"]["meta"] = meta;
+    }
     if !found.is_empty() {
         metadata["flags"] = json!(found);
     }
     Json::from_value(&metadata)
+}
+
+/// The member of a tool's metadata that names the revision its server needs.
+const REVISION_POINTER: &str = "/mcp/revision";
+const LEGACY_REVISION: &str = "2025-11-25";
+
+/// Records in a tool's definition that its server can request input in a legacy revision only.
+pub fn mark_legacy_server(definition: &mut ToolDefinition) {
+    let metadata = definition.metadata.as_ref().map(Json::to_value);
+    let mut metadata = metadata.unwrap_or_else(|| json!({}));
+    metadata["mcp"]["revision"] = LEGACY_REVISION.into();
+    definition.metadata = Some(Json::from_value(&metadata));
+}
+
+/// Returns true if [`mark_legacy_server`] marked the definition.
+pub fn is_of_legacy_server(definition: &ToolDefinition) -> bool {
+    let metadata = definition.metadata.as_ref().map(Json::to_value);
+    metadata.is_some_and(|metadata| {
+        metadata.pointer(REVISION_POINTER).is_some_and(|revision| revision == LEGACY_REVISION)
+    })
 }
 
 /// Determines a tool's effect and risk. The operator's settings for the tool take precedence. The

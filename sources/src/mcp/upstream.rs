@@ -1,6 +1,7 @@
 //! One upstream: its state, its connection and the attempts that run on it.
 
 pub(super) mod in_flight;
+mod revision_choice;
 pub(super) mod state;
 mod supervisor;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use in_flight::SuspendedRequest;
 use parking_lot::Mutex;
+use revision_choice::RevisionChoice;
 use state::{UpstreamPhase, UpstreamState};
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
@@ -25,6 +27,7 @@ use super::now_ms;
 use super::oauth::Authorizer;
 use super::settings::McpServerSettings;
 use crate::mcp::connection::child_process::StderrTail;
+use crate::mcp::connection::followed_resources::FollowedResources;
 use crate::mcp::connection::server_requests::UpstreamChange;
 use crate::mcp::offered_tools::{OfferedTools, ToolChange};
 use crate::mcp::settings::resolved::ResolvedSettings;
@@ -74,6 +77,10 @@ pub struct UpstreamServer {
     /// Offered tools that the registry rejected, with the reasons. They are not submitted again.
     pub(super) rejected_tools: Mutex<BTreeMap<String, (ToolDefinition, String)>>,
     pub(super) suspended: Mutex<HashMap<CallId, SuspendedRequest>>,
+    /// The revision in which Toolcrib speaks to it.
+    pub(super) revision: RevisionChoice,
+    /// Resources whose changes MCP clients follow.
+    pub(super) followed_resources: FollowedResources,
     connection: watch::Sender<Option<Arc<LiveConnection>>>,
     running: Mutex<HashMap<AttemptKey, CancellationToken>>,
     resolved: Mutex<Option<Arc<ResolvedSettings>>>,
@@ -102,6 +109,8 @@ impl UpstreamServer {
             offered: Mutex::default(),
             rejected_tools: Mutex::default(),
             suspended: Mutex::default(),
+            revision: RevisionChoice::default(),
+            followed_resources: FollowedResources::default(),
             connection: watch::Sender::new(None),
             running: Mutex::default(),
             resolved: Mutex::default(),

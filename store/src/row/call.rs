@@ -83,6 +83,8 @@ struct StoredCallEnvelope<'a> {
     predecessor: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     replaces: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    meta: Option<Cow<'a, Json>>,
     max_retries: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attempt_timeout_ms: Option<u64>,
@@ -241,6 +243,7 @@ impl CallRow {
             callback_url: call.origin.callback_url.as_deref().map(Cow::Borrowed),
             predecessor: call.origin.predecessor.as_ref().map(|id| Cow::Borrowed(id.as_str())),
             replaces: call.origin.replaces.as_ref().map(|id| Cow::Borrowed(id.as_str())),
+            meta: call.origin.meta.as_ref().map(Cow::Borrowed),
             max_retries: call.max_retries,
             attempt_timeout_ms: call.attempt_timeout_ms,
             input_timeout_ms: call.input_timeout_ms,
@@ -452,6 +455,7 @@ fn decode_origin(mut envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreEr
         callback_url: envelope.callback_url.map(Cow::into_owned),
         predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
         replaces: envelope.replaces.and_then(|id| id.parse().ok()),
+        meta: envelope.meta.map(Cow::into_owned),
         ..identity
     })
 }

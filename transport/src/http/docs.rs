@@ -1,5 +1,7 @@
 //! Documentation pages: `/openapi.json`, the interactive page at `/docs`, and the error codes.
+//! [`examples`] has the examples of requests.
 
+pub(super) mod examples;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 

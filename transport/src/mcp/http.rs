@@ -1,6 +1,7 @@
 //! Streamable HTTP at `/mcp`. Authenticates each request before the protocol is parsed, by the same
 //! rules as the other transports.
 
+mod server_card;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use futures::stream::select_all;
 use rmcp::model::InitializeRequestParams;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use serde_json::{Value, json};
-use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json;
 use toolcrib::registry::audit;
 use toolcrib_protocol::outbound::is_loopback_host;
@@ -26,15 +27,19 @@ use super::call_stream::{
     self, CallEventId, CallStoredSignal, CallStreamOptions, InternalIds, StreamId, StreamedRequest,
 };
 use super::duplicate_keys;
-use super::request::{CallerView, CatalogueMode, session_id};
+use super::request::{CallerView, CatalogueMode, McpViewOptions, session_id};
 use super::resume::{self, EventChunks, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
 use super::sessions::{RestorableSessions, SessionKey};
+use super::task_subscription::TaskSubscription;
 use super::tool_list::splice::ToolListSplice;
 use super::tool_result;
 use crate::auth::{self, OriginPolicy};
 use crate::delivery::ResponseDeliveries;
 use crate::http::error_response;
+
+/// The header that repeats the name of a tool or the id of a task.
+const NAME_HEADER: &str = "mcp-name";
 
 /// Maximum time to receive a request body.
 const MCP_BODY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -78,36 +83,40 @@ pub fn router(transport: McpTransport) -> Router {
         sessions.clone(),
         config,
     );
+    transport.shared.events.start();
     let entrance = McpHttpState { transport, service, sessions, resumed: Arc::default() };
     Router::new()
         .route("/mcp", any(serve_mcp))
         .route("/mcp/{source}", any(serve_mcp))
+        .route(server_card::CARD_PATHS[0], get(serve_card))
+        .route(server_card::CARD_PATHS[1], get(serve_card))
+        .route(server_card::CATALOG_PATH, get(serve_catalog))
         .route(METADATA_PATH, get(resource_metadata))
         .route(&format!("{METADATA_PATH}/mcp"), get(resource_metadata))
         .with_state(entrance)
 }
 
 async fn serve_mcp(State(entrance): State<McpHttpState>, request: Request) -> Response {
-    match entrance.handle_request(request).await {
-        Ok(answer) => answer,
-        Err(error) => {
-            let is_unauthenticated = error.code() == Code::Unauthenticated;
-            let mut answer = error_response(error);
-            let issuer = entrance
-                .transport
-                .shared
-                .settings
-                .protected_resource
-                .as_ref()
-                .filter(|_| is_unauthenticated);
-            let url = issuer.map(|issuer| metadata_url(&issuer.resource));
-            let challenge = url.map(|url| format!("Bearer resource_metadata=\"{url}\""));
-            if let Some(value) = challenge.and_then(|text| HeaderValue::from_str(&text).ok()) {
-                answer.headers_mut().insert(header::WWW_AUTHENTICATE, value);
-            }
-            answer
+    let (mut parts, body) = request.into_parts();
+    match entrance.admit(&mut parts).await {
+        Ok((view, session)) => {
+            let answer = entrance.handle_request(parts, body, view, session).await;
+            answer.unwrap_or_else(error_response)
         }
+        Err(error) => entrance.refuse(error, &parts, body).await,
     }
+}
+
+async fn serve_card(State(entrance): State<McpHttpState>, request: Request) -> Response {
+    let shared = &entrance.transport.shared;
+    let needs_key = shared.engine.registry().credentials().has_keys();
+    let public_url = shared.settings.public_url.as_deref();
+    server_card::card_response(&request.into_parts().0, public_url, needs_key)
+}
+
+async fn serve_catalog(State(entrance): State<McpHttpState>, request: Request) -> Response {
+    let public_url = entrance.transport.shared.settings.public_url.as_deref();
+    server_card::catalog_response(&request.into_parts().0, public_url)
 }
 
 const METADATA_PATH: &str = "/.well-known/oauth-protected-resource";
@@ -139,9 +148,9 @@ async fn resource_metadata(State(entrance): State<McpHttpState>) -> Response {
 }
 
 impl McpHttpState {
-    async fn handle_request(&self, request: Request) -> Result<Response, Error> {
+    /// Authenticates a request. Returns its caller with the chosen view, and the id of its session.
+    async fn admit(&self, parts: &mut Parts) -> Result<(CallerView, Option<String>), Error> {
         let shared = &self.transport.shared;
-        let (mut parts, body) = request.into_parts();
         let origins = &shared.settings.origins;
         check_host(&parts.headers, origins)?;
         check_origin(&parts.headers, &origins.allowed_origins)?;
@@ -153,20 +162,13 @@ impl McpHttpState {
             self.sessions.check_session(session, &caller).await?;
         }
         let credentials = Some(credentials);
-        let query = parts.uri.query().unwrap_or_default();
-        let (catalogue, source) =
-            (parse_catalogue_mode(query)?, parse_source_name(parts.uri.path())?);
-        if let Some(name) =
-            source.as_deref().filter(|name| !shared.passthrough.has_source(&caller, name))
-        {
+        let options = parse_view_options(parts)?;
+        let source = options.source.as_deref();
+        if let Some(name) = source.filter(|name| !shared.passthrough.has_source(&caller, name)) {
             let message = format!("there is no source \"{name}\"");
             return Err(Error::refused(Code::NotFound, message));
         }
-        if source.is_some() && catalogue == Some(CatalogueMode::Search) {
-            let message = "a single source has no search catalogue: use /mcp";
-            return Err(Error::refused(Code::ValidationError, message));
-        }
-        let view = CallerView { caller, credentials, catalogue, source };
+        let view = CallerView::new(&shared.engine, caller, credentials, options);
         if let Some(session) = &session {
             self.transport.legacy_sessions.update_credentials(session, &view);
         }
@@ -174,13 +176,49 @@ impl McpHttpState {
         parts.extensions.insert(audit::current_origin());
         // The secret is removed here, so that no later code sees it.
         parts.headers.remove(header::AUTHORIZATION);
+        Ok((view, session))
+    }
+
+    /// Returns the response to a request that is not admitted. MCP clients show the error of a
+    /// JSON-RPC response; to other requests the response is the one of the HTTP API.
+    async fn refuse(&self, error: Error, parts: &Parts, body: Body) -> Response {
+        let is_unauthenticated = error.code() == Code::Unauthenticated;
+        let is_denied = is_unauthenticated || error.code() == Code::PermissionDenied;
+        let mut answer = match error {
+            Error::Refused { fault, .. } if is_denied && parts.method == Method::POST => {
+                refusal_message(&fault, read_message_id(body).await)
+            }
+            error => error_response(error),
+        };
+        if is_unauthenticated {
+            let issuer = self.transport.shared.settings.protected_resource.as_ref();
+            let url = issuer.map(|issuer| metadata_url(&issuer.resource));
+            let challenge = match url {
+                Some(url) => format!("Bearer resource_metadata=\"{url}\""),
+                None => "Bearer".to_owned(),
+            };
+            if let Ok(value) = HeaderValue::from_str(&challenge) {
+                answer.headers_mut().insert(header::WWW_AUTHENTICATE, value);
+            }
+        }
+        answer
+    }
+
+    async fn handle_request(
+        &self,
+        mut parts: Parts,
+        body: Body,
+        view: CallerView,
+        session: Option<String>,
+    ) -> Result<Response, Error> {
+        let shared = &self.transport.shared;
         if let Some(session) = session.as_ref().filter(|_| parts.method != Method::DELETE) {
             self.restore_session(&parts, &view, session).await;
         }
         if parts.method == Method::GET {
             return self.serve_get(parts, view, session).await;
         }
-        let post = parts.method == Method::POST;
+        let (post, is_delete) = (parts.method == Method::POST, parts.method == Method::DELETE);
         let body = read_body(body, shared.settings.max_body_bytes).await?;
         let JsonRpcMethod { method, id } = match serde_json::from_slice(&body) {
             Err(error) if post && !error.is_data() => return Ok(parse_error_response(&error)),
@@ -196,6 +234,10 @@ impl McpHttpState {
             let message = "the body is JSON, but not a JSON-RPC 2.0 request, notification or \
                            response";
             return Ok(invalid_message_response(id, -32600, message));
+        }
+        if is_delete && answer.status() == StatusCode::ACCEPTED {
+            // The session is closed now; 202 would say that it will be.
+            *answer.status_mut() = StatusCode::NO_CONTENT;
         }
         answer.extensions_mut().insert(deliveries);
         Ok(answer)
@@ -221,7 +263,7 @@ impl McpHttpState {
                 let caller = view.caller.clone();
                 let handling = self.handle(parts, body, view);
                 let params = params.ok().map(|message| message.params);
-                self.sessions.create(&caller, params, handling).await?
+                add_event_capability(self.sessions.create(&caller, params, handling).await?).await?
             }
             // A session responds with a stream whose later messages cannot be spliced.
             (Some("tools/list"), None) => {
@@ -229,8 +271,23 @@ impl McpHttpState {
                 parts.extensions.insert(splice.clone());
                 splice.splice_into(self.handle(parts, body, view).await).await?
             }
+            // Some MCP clients leave the header out that routes requests to a task.
+            (Some("tasks/get" | "tasks/update" | "tasks/cancel"), _) => {
+                add_task_name(&mut parts.headers, &body);
+                self.handle(parts, body, view).await
+            }
+            (Some("subscriptions/listen"), None) => match TaskSubscription::parse(&body) {
+                Some(tasks) => {
+                    parts.extensions.insert(tasks.clone());
+                    tasks.acknowledge_in(self.handle(parts, body, view).await)
+                }
+                None => self.handle(parts, body, view).await,
+            },
             (Some("server/discover"), None) if resume::needs_session(&parts.headers) => {
                 resume::undiscoverable_response(&body)
+            }
+            (Some("server/discover"), None) => {
+                add_event_capability(self.handle(parts, body, view).await).await?
             }
             (Some("notifications/cancelled"), Some(session)) => {
                 let body = self.resumed.with_internal_request_id(session, body);
@@ -417,19 +474,92 @@ fn invalid_message_response(id: Value, code: i32, message: &str) -> Response {
     (StatusCode::BAD_REQUEST, axum::Json(body)).into_response()
 }
 
+/// Error code of requests without valid credentials or without permission.
+const DENIED: i32 = -32001;
+
+/// Maximum size of a refused message whose id is read, and the time to receive it.
+const MAX_REFUSED_BYTES: usize = 64 << 10;
+const REFUSED_BODY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Returns the id of a message that is refused, or null if it cannot be read at once.
+async fn read_message_id(body: Body) -> Value {
+    let reading = axum::body::to_bytes(body, MAX_REFUSED_BYTES);
+    let Ok(Ok(bytes)) = tokio::time::timeout(REFUSED_BODY_TIMEOUT, reading).await else {
+        return Value::Null;
+    };
+    let message = json::check(&bytes).ok().and_then(|()| serde_json::from_slice(&bytes).ok());
+    message.map_or(Value::Null, |message: JsonRpcMethod| message.id)
+}
+
+/// Returns a refusal as a JSON-RPC response, with the fault in its data.
+fn refusal_message(fault: &Fault, id: Value) -> Response {
+    let data = json!({
+        "code": fault.code.as_str(), "retryable": fault.retryable, "hint": fault.hint(),
+        "detail": fault.detail,
+    });
+    let error = json!({ "code": DENIED, "message": fault.message, "data": data });
+    let body = json!({ "jsonrpc": "2.0", "id": id, "error": error });
+    let status = StatusCode::from_u16(fault.code.http_status()).unwrap_or(StatusCode::FORBIDDEN);
+    (status, axum::Json(body)).into_response()
+}
+
+/// Adds the capability `events` to the response of a handshake. rmcp has no field for it.
+async fn add_event_capability(response: Response) -> Result<Response, Error> {
+    if response.status() != StatusCode::OK {
+        return Ok(response);
+    }
+    let (mut parts, body) = response.into_parts();
+    let body = axum::body::to_bytes(body, usize::MAX).await;
+    let body = body.map_err(|error| Error::Internal(Box::new(error)))?;
+    let text = String::from_utf8_lossy(&body);
+    let text = text.replacen("\"capabilities\":{", "\"capabilities\":{\"events\":{},", 1);
+    parts.headers.remove(header::CONTENT_LENGTH);
+    Ok(Response::from_parts(parts, Body::from(text)))
+}
+
+/// Adds the header `Mcp-Name` to a request about a task, from its body, if it has none.
+fn add_task_name(headers: &mut HeaderMap, body: &[u8]) {
+    let message = serde_json::from_slice::<Value>(body).unwrap_or_default();
+    let task_id = message.pointer("/params/taskId").and_then(Value::as_str);
+    let value = task_id.and_then(|id| HeaderValue::from_str(id).ok());
+    if let Some(value) = value.filter(|_| !headers.contains_key(NAME_HEADER)) {
+        headers.insert(NAME_HEADER, value);
+    }
+}
+
 /// Returns the media type of a request, without its parameters.
 fn content_type(headers: &HeaderMap) -> Option<String> {
     let written = headers.get(header::CONTENT_TYPE)?.to_str().ok()?;
     Some(written.split(';').next().unwrap_or_default().trim().to_ascii_lowercase())
 }
 
-/// Returns the catalogue mode that the MCP client requests: `/mcp?catalogue=search`.
-fn parse_catalogue_mode(query: &str) -> Result<Option<CatalogueMode>, Error> {
-    let mode = query.split('&').find_map(|pair| pair.strip_prefix("catalogue="));
-    let Some(word) = mode else { return Ok(None) };
-    let catalogue = CatalogueMode::parse(word)
-        .ok_or_else(|| Error::refused(Code::ValidationError, "catalogue must be search or full"))?;
-    Ok(Some(catalogue))
+/// Returns the choices that the MCP client made in its URL:
+/// `/mcp?catalogue=search&names=dotted&wait_ms=5000` or `/mcp/files`.
+fn parse_view_options(parts: &Parts) -> Result<McpViewOptions, Error> {
+    let query = parts.uri.query().unwrap_or_default();
+    let parameter = |name: &str| {
+        query.split('&').filter_map(|pair| pair.split_once('=')).find(|(key, _)| *key == name)
+    };
+    let invalid = |message: &'static str| Error::refused(Code::ValidationError, message);
+    let options = McpViewOptions {
+        catalogue: parameter("catalogue")
+            .map(|(_, word)| CatalogueMode::parse(word).ok_or("catalogue must be search or full"))
+            .transpose()
+            .map_err(invalid)?,
+        source: parse_source_name(parts.uri.path())?,
+        names: parameter("names")
+            .map(|(_, word)| word.parse().map_err(|()| "names must be model or dotted"))
+            .transpose()
+            .map_err(invalid)?,
+        wait_ms: parameter("wait_ms")
+            .map(|(_, word)| word.parse().map_err(|_| "wait_ms must be a number of milliseconds"))
+            .transpose()
+            .map_err(invalid)?,
+    };
+    if options.source.is_some() && options.catalogue == Some(CatalogueMode::Search) {
+        return Err(invalid("a single source has no search catalogue: use /mcp"));
+    }
+    Ok(options)
 }
 
 /// Returns the source to which the MCP client restricts its view, under unprefixed names:

@@ -7,6 +7,7 @@ use rmcp::model::{
     CompleteRequestParams, CompleteResult, GetPromptRequestParams, GetPromptResponse, Prompt,
     ReadResourceRequestParams, ReadResourceResponse, Resource, ResourceTemplate,
 };
+use serde_json::Value;
 use toolcrib::Caller;
 
 /// The kind of a passthrough change.
@@ -18,6 +19,8 @@ pub enum PassthroughChangeKind {
     PromptList,
     /// The content of this resource changed.
     ResourceContent(String),
+    /// An MCP server wrote this log message.
+    Log(Value),
 }
 
 /// A change and its origin.
@@ -77,6 +80,24 @@ pub trait PassthroughProvider: Send + Sync + 'static {
         source: Option<&str>,
         params: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData>;
+
+    /// Asks the MCP server that has a resource for notifications of its changes.
+    async fn subscribe_resource(
+        &self,
+        _caller: &Caller,
+        _source: Option<&str>,
+        _uri: &str,
+    ) -> Result<(), ErrorData> {
+        Ok(())
+    }
+
+    /// Asks the MCP servers for log messages of this level, in MCP's format, and above.
+    async fn set_log_level(&self, _caller: &Caller, _source: Option<&str>, _level: &Value) {}
+
+    /// Returns the instructions of MCP servers for models, by the name of the source.
+    fn instructions(&self, _caller: &Caller, _source: Option<&str>) -> Vec<(String, String)> {
+        Vec::new()
+    }
 
     /// Returns whether the caller may see a source of this name.
     fn has_source(&self, _caller: &Caller, _source: &str) -> bool {

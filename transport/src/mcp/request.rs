@@ -6,10 +6,10 @@ use std::sync::Arc;
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use rmcp::RoleServer;
-use rmcp::model::{ClientCapabilities, Extensions, ProtocolVersion};
+use rmcp::model::{ClientCapabilities, Extensions, ProtocolVersion, RequestMetaObject};
 use rmcp::service::RequestContext;
-use toolcrib::Caller;
-use toolcrib::registry::RESULT_READ;
+use toolcrib::domain::directory::credential::ToolNameForm;
+use toolcrib::{Caller, Engine};
 
 use crate::auth::RequestCredentials;
 
@@ -69,9 +69,10 @@ impl McpClientInfo {
                 && self.name.as_deref().is_some_and(|name| name != PYTHON_SDK_NAME)
     }
 
-    /// Returns whether the MCP client can receive a task as the response.
+    /// Returns whether the MCP client can receive a task as the response: it declared the extension
+    /// and speaks the revision that has it. Earlier revisions have tasks of another form.
     pub(super) fn supports_tasks(&self) -> bool {
-        self.capabilities.supports_tasks()
+        self.revision == ProtocolRevision::Modern && self.capabilities.supports_tasks()
     }
 }
 
@@ -95,6 +96,20 @@ impl CatalogueMode {
     }
 }
 
+/// The choices of an MCP client: the tools that it sees and their form. Over HTTP they are in the
+/// URL.
+#[derive(Debug, Clone, Default)]
+pub struct McpViewOptions {
+    /// The catalogue mode. If `None`, the number of tools decides.
+    pub catalogue: Option<CatalogueMode>,
+    /// The only source that the MCP client sees, under unprefixed names.
+    pub source: Option<Arc<str>>,
+    /// The form of the names of tools. If `None`, the key or the server decides.
+    pub names: Option<ToolNameForm>,
+    /// The time that `tools/call` waits for a result. If `None`, the key or the server decides.
+    pub wait_ms: Option<u64>,
+}
+
 /// The caller of a request, and the part of the tools that the caller chose to see.
 #[derive(Clone)]
 pub(super) struct CallerView {
@@ -105,18 +120,35 @@ pub(super) struct CallerView {
     pub(super) catalogue: Option<CatalogueMode>,
     /// The only source that the caller sees, under unprefixed names.
     pub(super) source: Option<Arc<str>>,
+    /// The form of the names of tools that the request or its key chose.
+    pub(super) names: Option<ToolNameForm>,
+    /// The time to wait for a result that the request or its key chose.
+    pub(super) wait_ms: Option<u64>,
 }
 
 impl CallerView {
+    /// Returns the view of a caller with these choices. Those that the MCP client leaves open are
+    /// the ones of its key.
+    pub(super) fn new(
+        engine: &Engine,
+        caller: Caller,
+        credentials: Option<RequestCredentials>,
+        options: McpViewOptions,
+    ) -> Self {
+        let preferred = engine.registry().credentials().mcp_preferences(&caller);
+        Self {
+            caller,
+            credentials,
+            catalogue: options.catalogue,
+            source: options.source,
+            names: options.names.or(preferred.names),
+            wait_ms: options.wait_ms.or(preferred.wait_ms),
+        }
+    }
+
     /// Returns the prefix that is removed from the names the caller sees.
     pub(super) fn prefix(&self) -> Option<String> {
         self.source.as_ref().map(|source| format!("{source}."))
-    }
-
-    /// Returns Toolcrib's name for a tool name of the MCP client. The tool that reads long results
-    /// belongs to Toolcrib and has no prefix, regardless of the source.
-    pub(super) fn qualified_tool_name(&self, name: &str) -> String {
-        if name == RESULT_READ { name.to_owned() } else { self.qualified_name(name) }
     }
 
     /// Returns Toolcrib's name for a name of the MCP client.
@@ -126,6 +158,19 @@ impl CallerView {
             None => name.to_owned(),
         }
     }
+}
+
+/// Returns the metadata of a request that is meant for the MCP server behind Toolcrib: all but what
+/// the protocol and Toolcrib define for one connection.
+pub(super) fn passthrough_meta(meta: &RequestMetaObject) -> Option<RequestMetaObject> {
+    let is_own = |name: &str| {
+        name.starts_with("io.modelcontextprotocol/")
+            || name.starts_with("toolcrib/")
+            || matches!(name, "progressToken" | "traceparent" | "tracestate")
+    };
+    let mut passed = meta.clone();
+    passed.0.0.retain(|name, _| !is_own(name));
+    (!passed.0.0.is_empty()).then_some(passed)
 }
 
 /// Returns the HTTP request that carried a message, or `None` over pipes. Its own extensions hold

@@ -12,11 +12,11 @@ use std::sync::Arc;
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CancelTaskParams, CompleteRequestParams,
     CompleteResult, CustomRequest, CustomResult, Extensions, GetPromptRequestParams,
-    GetPromptResponse, GetTaskParams, GetTaskResult, Implementation, ListPromptsResult,
-    ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, PaginatedRequestParams,
-    ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities, ServerConfig,
-    SetLevelRequestParams, SubscribeRequestParams, SubscriptionFilter, Tool,
-    UnsubscribeRequestParams, UpdateTaskParams,
+    GetPromptResponse, GetTaskParams, GetTaskResult, Implementation, InitializeRequestParams,
+    InitializeResult, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    ListToolsResult, PaginatedRequestParams, ReadResourceRequestParams, ReadResourceResponse,
+    ServerCapabilities, ServerConfig, SetLevelRequestParams, SubscribeRequestParams,
+    SubscriptionFilter, TASKS_EXTENSION_ID, Tool, UnsubscribeRequestParams, UpdateTaskParams,
 };
 use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
@@ -26,18 +26,25 @@ use toolcrib::{Caller, Engine};
 
 use super::call_stream::ResumedCall;
 use super::duplicate_keys;
+use super::events::subscriptions::EventSubscriptions;
+use super::events::webhook::EventSender;
 use super::operations::call::{self, ToolDiscovery};
 use super::operations::notifications::{self, LegacySessions};
-use super::operations::{builtin_calls, list_tools, prompts, resources, tasks};
+use super::operations::{builtin_calls, events, list_tools, prompts, resources, tasks};
 use super::param_errors;
 use super::passthrough::{EmptyPassthrough, PassthroughProvider};
-use super::request::{CallerView, CatalogueMode, http_parts, session_id};
+use super::request::{CallerView, McpViewOptions, http_parts, passthrough_meta, session_id};
 use super::settings::McpTransportSettings;
 use super::state::{
-    LegacySessionState, MAX_RESOURCE_SUBSCRIPTIONS, McpTransportState, RequestScope,
+    LegacySessionState, MAX_RESOURCE_SUBSCRIPTIONS, McpTransportState, RequestScope, SERVER_NAME,
 };
 use super::tool_list::ToolListCache;
+use super::tool_list::builtin_tools::CALL_RESULT;
 use super::tool_list::definition::to_mcp_tool;
+use super::tool_list::listed_name;
+
+/// Maximum number of characters of the instructions for an MCP client.
+const MAX_INSTRUCTIONS_CHARS: usize = 8_000;
 
 /// The MCP transport of one engine.
 #[derive(Clone)]
@@ -60,12 +67,15 @@ impl McpTransport {
     ) -> Self {
         let tool_lists = ToolListCache::default();
         let stream_waiters = Arc::default();
+        let sender = EventSender::new(settings.event_callbacks.clone());
+        let events = Arc::new(EventSubscriptions::new(engine.clone(), sender));
         let shared = Arc::new(McpTransportState {
             engine,
             settings,
             tool_lists,
             passthrough,
             stream_waiters,
+            events,
         });
         Self { legacy_sessions: Arc::new(LegacySessions::new(shared.clone())), shared }
     }
@@ -80,8 +90,7 @@ impl McpTransport {
     pub async fn serve_pipes<R, W>(
         &self,
         caller: Caller,
-        catalogue: Option<CatalogueMode>,
-        source: Option<String>,
+        options: McpViewOptions,
         input: R,
         output: W,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
@@ -89,17 +98,14 @@ impl McpTransport {
         R: tokio::io::AsyncRead + Send + Unpin + 'static,
         W: tokio::io::AsyncWrite + Send + Unpin + 'static,
     {
-        if let Some(name) =
-            source.as_deref().filter(|name| !self.shared.passthrough.has_source(&caller, name))
+        let source = options.source.as_deref();
+        if let Some(name) = source.filter(|name| !self.shared.passthrough.has_source(&caller, name))
         {
             return Err(format!("there is no source \"{name}\"").into());
         }
-        let server = self.new_handler(CallerView {
-            caller,
-            credentials: None,
-            catalogue,
-            source: source.map(Into::into),
-        });
+        let view = CallerView::new(&self.shared.engine, caller, None, options);
+        self.shared.events.start();
+        let server = self.new_handler(view);
         let running =
             rmcp::serve_server(server, (duplicate_keys::mark_lines(input), output)).await?;
         running.waiting().await?;
@@ -132,6 +138,29 @@ impl McpHandler {
         RequestScope { shared: self.shared(), session: &self.session, view, context }
     }
 
+    /// Returns the instructions for the MCP client: Toolcrib's, and those of the MCP servers behind
+    /// it, within a limit.
+    fn instructions(&self) -> String {
+        let shared = self.shared();
+        let helper = listed_name(CALL_RESULT, shared.name_form(&self.view, None));
+        let own = format!(
+            "Every call is a durable ticket: it continues when you disconnect, and its result is \
+             stored. A slow call returns its ticket; get the result with {helper}."
+        );
+        let (caller, source) = (&self.view.caller, self.view.source.as_deref());
+        let upstreams = shared.passthrough.instructions(caller, source);
+        let mut text = own;
+        for (name, instructions) in upstreams {
+            let prefix = if source.is_some() { String::new() } else { format!("{name}: ") };
+            let limit = MAX_INSTRUCTIONS_CHARS.saturating_sub(text.chars().count());
+            let excerpt: String = instructions.trim().chars().take(limit).collect();
+            if !excerpt.is_empty() {
+                text.push_str(&format!("\n\n{prefix}{excerpt}"));
+            }
+        }
+        text
+    }
+
     async fn handle_tool_call(
         &self,
         mut params: CallToolRequestParams,
@@ -146,7 +175,7 @@ impl McpHandler {
             return result;
         }
         if scope.view.source.is_some() {
-            params.name = scope.view.qualified_tool_name(&params.name).into();
+            params.name = scope.shared.qualified_tool_name(scope.view, &params.name).into();
         }
         call::call_tool(scope, params, ToolDiscovery::List).await
     }
@@ -168,12 +197,25 @@ impl ServerHandler for McpHandler {
             .build();
         ServerConfig::new(capabilities)
             .with_server_info(
-                Implementation::new("toolcrib", env!("CARGO_PKG_VERSION")).with_title("Toolcrib"),
+                Implementation::new(SERVER_NAME, env!("CARGO_PKG_VERSION")).with_title("Toolcrib"),
             )
-            .with_instructions(
-                "Every call is a durable ticket: it continues when you disconnect, and its result \
-                 is stored. A slow call returns its ticket; get the result with call.result.",
-            )
+            .with_instructions(self.instructions())
+    }
+
+    /// Legacy revisions have tasks of another form, so the extension is not offered to their MCP
+    /// clients.
+    async fn initialize(
+        &self,
+        params: InitializeRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<InitializeResult, ErrorData> {
+        context.peer.set_peer_info(params.clone());
+        let mut result = self.negotiate_initialize(&params)?;
+        if let Some(extensions) = &mut result.capabilities.extensions {
+            extensions.remove(TASKS_EXTENSION_ID);
+        }
+        result.capabilities.extensions.take_if(|extensions| extensions.is_empty());
+        Ok(result)
     }
 
     async fn list_tools(
@@ -187,7 +229,8 @@ impl ServerHandler for McpHandler {
     /// Used by rmcp to check headers that mirror arguments. `call_tool` decides whether the caller
     /// may call the tool.
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        let (engine, name) = (&self.shared().engine, self.view.qualified_tool_name(name));
+        let name = self.shared().qualified_tool_name(&self.view, name);
+        let engine = &self.shared().engine;
         to_mcp_tool(&engine.registry().tool(&self.view.caller, &name).ok()?.shown_definition())
     }
 
@@ -252,9 +295,10 @@ impl ServerHandler for McpHandler {
 
     async fn read_resource(
         &self,
-        params: ReadResourceRequestParams,
+        mut params: ReadResourceRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
+        params.meta = passthrough_meta(&context.meta);
         resources::read_resource(self.shared(), self.view(&context.extensions), params).await
     }
 
@@ -268,17 +312,19 @@ impl ServerHandler for McpHandler {
 
     async fn get_prompt(
         &self,
-        params: GetPromptRequestParams,
+        mut params: GetPromptRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<GetPromptResponse, ErrorData> {
+        params.meta = passthrough_meta(&context.meta);
         prompts::get_prompt(self.shared(), self.view(&context.extensions), params).await
     }
 
     async fn complete(
         &self,
-        params: CompleteRequestParams,
+        mut params: CompleteRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CompleteResult, ErrorData> {
+        params.meta = passthrough_meta(&context.meta);
         prompts::complete(self.shared(), self.view(&context.extensions), params).await
     }
 
@@ -303,27 +349,38 @@ impl ServerHandler for McpHandler {
     async fn on_custom_request(
         &self,
         request: CustomRequest,
-        _context: RequestContext<RoleServer>,
+        context: RequestContext<RoleServer>,
     ) -> Result<CustomResult, ErrorData> {
-        Err(param_errors::explain_rejection(&request))
+        let view = self.view(&context.extensions);
+        match events::handle(self.shared(), view, &request).await {
+            Some(result) => result,
+            None => Err(param_errors::explain_rejection(&request)),
+        }
     }
 
     async fn set_level(
         &self,
         params: SetLevelRequestParams,
-        _context: RequestContext<RoleServer>,
+        context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
         self.session.set_level(params.level);
+        let view = self.view(&context.extensions);
+        let level = serde_json::to_value(params.level).unwrap_or_default();
+        let passthrough = &self.shared().passthrough;
+        passthrough.set_log_level(&view.caller, view.source.as_deref(), &level).await;
         Ok(())
     }
 
     async fn subscribe(
         &self,
         params: SubscribeRequestParams,
-        _context: RequestContext<RoleServer>,
+        context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
-        if self.session.subscribe(params.uri) {
-            return Ok(());
+        let (view, uri) = (self.view(&context.extensions), params.uri);
+        if self.session.subscribe(uri.clone()) {
+            let passthrough = &self.shared().passthrough;
+            let source = view.source.as_deref();
+            return passthrough.subscribe_resource(&view.caller, source, &uri).await;
         }
         let message = format!("at most {MAX_RESOURCE_SUBSCRIPTIONS} resources can be followed");
         Err(ErrorData::invalid_params(message, None))

@@ -1,5 +1,8 @@
 //! Settings of the MCP transport.
 
+use toolcrib::domain::directory::credential::ToolNameForm;
+use toolcrib_protocol::outbound::OutboundPolicy;
+
 use super::sessions::SessionKey;
 use crate::auth::OriginPolicy;
 
@@ -11,6 +14,10 @@ pub struct McpTransportSettings {
     /// Maximum time any other MCP client waits before it gets a text with the id of the pending
     /// call.
     pub wait_ms: u64,
+    /// Maximum of the waits that requests and keys choose themselves.
+    pub max_wait_ms: u64,
+    /// Form of the names of tools, unless the request or its key chooses one.
+    pub names: ToolNameForm,
     /// Number of tools on one page of the list.
     pub page_size: usize,
     /// Number of tools above which the list is replaced by the three catalogue tools, unless the
@@ -36,6 +43,10 @@ pub struct McpTransportSettings {
     /// Origins of web pages that may use this transport, and host names of this server. With a key,
     /// pages of this machine may use it too, and an empty list of hosts allows every name.
     pub origins: OriginPolicy,
+    /// The URL of this server, as the server card names it; `None` for the host of each request.
+    pub public_url: Option<String>,
+    /// The addresses to which events may be sent.
+    pub event_callbacks: OutboundPolicy,
     /// The issuer whose OAuth tokens are accepted, if any.
     pub protected_resource: Option<ProtectedResourceMetadata>,
 }
@@ -53,6 +64,8 @@ impl Default for McpTransportSettings {
         Self {
             task_after_ms: 2_000,
             wait_ms: 45_000,
+            max_wait_ms: 300_000,
+            names: ToolNameForm::Model,
             page_size: 1_000,
             catalogue_threshold: 200,
             result_tokens: 10_000,
@@ -63,6 +76,8 @@ impl Default for McpTransportSettings {
             retry_ms: 5_000,
             session_key: None,
             origins: OriginPolicy::default(),
+            public_url: None,
+            event_callbacks: OutboundPolicy::new("webhooks", false, &[]),
             protected_resource: None,
         }
     }

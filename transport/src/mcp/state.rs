@@ -7,15 +7,21 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rmcp::RoleServer;
-use rmcp::model::LoggingLevel;
+use rmcp::model::{Implementation, LoggingLevel};
 use rmcp::service::RequestContext;
 use toolcrib::Engine;
+use toolcrib::domain::directory::credential::ToolNameForm;
+use toolcrib::registry::{RESULT_READ, name_for_model};
 
 use super::call_stream::StreamWaiters;
+use super::events::subscriptions::EventSubscriptions;
 use super::passthrough::PassthroughProvider;
 use super::request::{CallerView, CatalogueMode};
 use super::settings::McpTransportSettings;
 use super::tool_list::ToolListCache;
+
+/// The name under which Toolcrib introduces itself, as an MCP server and as an MCP client.
+pub(super) const SERVER_NAME: &str = "toolcrib";
 
 /// Maximum number of resources that one MCP client may subscribe to.
 pub(super) const MAX_RESOURCE_SUBSCRIPTIONS: usize = 1_000;
@@ -27,6 +33,7 @@ pub(super) struct McpTransportState {
     pub(super) tool_lists: ToolListCache,
     pub(super) passthrough: Arc<dyn PassthroughProvider>,
     pub(super) stream_waiters: Arc<StreamWaiters>,
+    pub(super) events: Arc<EventSubscriptions>,
 }
 
 impl McpTransportState {
@@ -40,6 +47,29 @@ impl McpTransportState {
                     > self.settings.catalogue_threshold
             }
         }
+    }
+
+    /// Returns the form in which this caller sees the names of tools. Another Toolcrib, whose own
+    /// rules name the tools that it finds here, sees dotted names unless it chooses otherwise.
+    pub(super) fn name_form(
+        &self,
+        view: &CallerView,
+        client: Option<&Implementation>,
+    ) -> ToolNameForm {
+        let is_toolcrib = client.is_some_and(|client| client.name == SERVER_NAME);
+        let default = if is_toolcrib { ToolNameForm::Dotted } else { self.settings.names };
+        view.names.unwrap_or(default)
+    }
+
+    /// Returns Toolcrib's name for a tool name of the MCP client. The tool that reads long results
+    /// belongs to Toolcrib and has no prefix, regardless of the source.
+    pub(super) fn qualified_tool_name(&self, view: &CallerView, name: &str) -> String {
+        let Some(prefix) = view.prefix() else { return name.to_owned() };
+        if name == RESULT_READ || name == name_for_model(RESULT_READ) {
+            return RESULT_READ.to_owned();
+        }
+        let list = self.tool_lists.for_caller(&self.engine, &view.caller);
+        list.find_in_source(&prefix, name).unwrap_or_else(|| view.qualified_name(name))
     }
 }
 
@@ -89,4 +119,11 @@ pub(super) struct RequestScope<'a> {
     pub(super) session: &'a LegacySessionState,
     pub(super) view: &'a CallerView,
     pub(super) context: &'a RequestContext<RoleServer>,
+}
+
+impl RequestScope<'_> {
+    /// Returns the form in which the MCP client of this request sees the names of tools.
+    pub(super) fn name_form(&self) -> ToolNameForm {
+        self.shared.name_form(self.view, self.context.client_info().as_ref())
+    }
 }

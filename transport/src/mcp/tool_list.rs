@@ -4,8 +4,9 @@
 //! [`splice`] writes a list into a response.
 //!
 //! A list belongs to one caller and contains only tools that the caller may call. It is sorted by
-//! name, so two lists of the same tools are byte-identical; a cursor is a name, so pagination
-//! continues correctly after the list has changed.
+//! Toolcrib's names, so two lists of the same tools are byte-identical; a cursor is such a name, so
+//! pagination continues correctly after the list has changed. MCP clients see the names in the form
+//! that they, their key or the server chose.
 
 pub(super) mod builtin_tools;
 pub(super) mod definition;
@@ -16,7 +17,10 @@ use std::sync::{Arc, OnceLock};
 use definition::{adapt_to_revision, to_mcp_tool};
 use parking_lot::Mutex;
 use rmcp::model::Tool;
-use toolcrib::registry::{CatalogEntry, RESULT_READ};
+use toolcrib::domain::directory::credential::ToolNameForm;
+use toolcrib::registry::{
+    CatalogEntry, RESULT_READ, hashed_name_for_model, name_for_model, names_for_model,
+};
 use toolcrib::{Caller, CallerAttributes, Engine};
 
 use super::request::ProtocolRevision;
@@ -25,34 +29,73 @@ use super::request::ProtocolRevision;
 /// which costs time only.
 const MAX_CACHED_LISTS: usize = 512;
 
+/// Returns a built-in tool's name as an MCP client sees it.
+pub(super) fn listed_name(name: &str, form: ToolNameForm) -> String {
+    match form {
+        ToolNameForm::Model => name_for_model(name),
+        ToolNameForm::Dotted => name.to_owned(),
+    }
+}
+
 /// One entry of a tool list: a registered tool or a built-in tool of this transport.
 #[derive(Clone)]
 struct ToolListEntry {
     /// The catalog entry of the tool; `None` for a built-in tool.
     entry: Option<Arc<CatalogEntry>>,
+    /// The tool under Toolcrib's name.
     tool: Arc<Tool>,
-    /// The entry as JSON for the modern revision, serialized at the first request.
-    text: Arc<OnceLock<Box<str>>>,
+    /// The tool's name as model APIs accept it.
+    model_name: Arc<str>,
+    texts: Arc<EntryTexts>,
+}
+
+/// An entry as JSON for the modern revision, serialized at the first request of its form.
+#[derive(Default)]
+struct EntryTexts {
+    model: OnceLock<Box<str>>,
+    dotted: OnceLock<Box<str>>,
 }
 
 impl ToolListEntry {
     fn new(entry: Option<Arc<CatalogEntry>>, tool: Tool) -> Self {
-        Self { entry, tool: Arc::new(tool), text: Arc::default() }
+        let model_name = name_for_model(&tool.name).into();
+        Self { entry, tool: Arc::new(tool), model_name, texts: Arc::default() }
     }
 
     fn name(&self) -> &str {
         &self.tool.name
     }
 
-    fn text(&self) -> &str {
-        let write = || serde_json::to_string(&*self.tool).unwrap_or_default().into();
-        self.text.get_or_init(write)
+    /// Sets the name as model APIs accept it.
+    fn set_model_name(&mut self, name: &str) {
+        if *self.model_name != *name {
+            (self.model_name, self.texts) = (name.into(), Arc::default());
+        }
+    }
+
+    /// Returns the tool under the name of this form.
+    fn listed_tool(&self, form: ToolNameForm) -> Tool {
+        let mut tool = (*self.tool).clone();
+        if form == ToolNameForm::Model {
+            tool.name = self.model_name.to_string().into();
+        }
+        tool
+    }
+
+    fn text(&self, form: ToolNameForm) -> &str {
+        let write = || serde_json::to_string(&self.listed_tool(form)).unwrap_or_default().into();
+        match form {
+            ToolNameForm::Model => self.texts.model.get_or_init(write),
+            ToolNameForm::Dotted => self.texts.dotted.get_or_init(write),
+        }
     }
 
     fn is_same_as(&self, other: &Self) -> bool {
         match (&self.entry, &other.entry) {
             (Some(one), Some(two)) => {
-                Arc::ptr_eq(one, two) || (self.name(), &one.version) == (other.name(), &two.version)
+                let is_same_definition = Arc::ptr_eq(one, two)
+                    || (self.name(), &one.version) == (other.name(), &two.version);
+                is_same_definition && self.model_name == other.model_name
             }
             (None, None) => self.name() == other.name(),
             _ => false,
@@ -87,18 +130,20 @@ impl CallerToolList {
         after: Option<&str>,
         size: usize,
         revision: ProtocolRevision,
+        form: ToolNameForm,
         prefix: Option<&str>,
     ) -> (Vec<Tool>, Option<String>) {
         let (page, more) = self.page_entries(after, size, prefix);
-        let mut tools: Vec<Tool> =
-            page.iter().map(|l| adapt_to_revision(&l.tool, revision)).collect();
+        let listed = |entry: &ToolListEntry| adapt_to_revision(entry.listed_tool(form), revision);
+        let mut tools: Vec<Tool> = page.iter().map(listed).collect();
         if let Some(prefix) = prefix {
-            let mut helper_tools =
-                if self.len() > 0 { builtin_tools::always_listed() } else { Vec::new() };
-            let reads = self.tools.iter().find(|listed| listed.name() == RESULT_READ);
-            helper_tools.extend(reads.map(|listed| adapt_to_revision(&listed.tool, revision)));
-            for tool in &mut tools {
-                tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
+            let helpers = self.tools.iter().filter(|listed| is_source_helper(listed));
+            let helper_tools: Vec<Tool> = helpers.map(listed).collect();
+            let names = self.source_names(prefix, form);
+            for (entry, tool) in page.iter().zip(&mut tools) {
+                if let Some(name) = names.get(entry.name()) {
+                    tool.name = name.clone().into();
+                }
             }
             tools.retain(|tool| helper_tools.iter().all(|builtin| builtin.name != tool.name));
             if more.is_none() {
@@ -109,14 +154,43 @@ impl CallerToolList {
     }
 
     /// Returns the same page for the modern revision, as JSON. Each entry is serialized only once.
-    pub(super) fn page_text(&self, after: Option<&str>, size: usize) -> (String, Option<String>) {
+    pub(super) fn page_text(
+        &self,
+        after: Option<&str>,
+        size: usize,
+        form: ToolNameForm,
+    ) -> (String, Option<String>) {
         let (page, more) = self.page_entries(after, size, None);
-        let mut text = String::with_capacity(page.iter().map(|l| l.text().len() + 1).sum());
+        let mut text = String::with_capacity(page.iter().map(|l| l.text(form).len() + 1).sum());
         for listed in page {
             text.push_str(if text.is_empty() { "" } else { "," });
-            text.push_str(listed.text());
+            text.push_str(listed.text(form));
         }
         (text, more)
+    }
+
+    /// Returns the names under which the MCP client of one source sees the tools of that source, by
+    /// Toolcrib's names.
+    fn source_names(&self, prefix: &str, form: ToolNameForm) -> HashMap<&str, String> {
+        let (tools, _) = self.page_entries(None, usize::MAX, Some(prefix));
+        let own_names = tools.iter().map(|tool| &tool.name()[prefix.len()..]);
+        let listed = match form {
+            ToolNameForm::Model => names_for_model(own_names),
+            ToolNameForm::Dotted => own_names.map(str::to_owned).collect(),
+        };
+        tools.iter().map(ToolListEntry::name).zip(listed).collect()
+    }
+
+    /// Returns Toolcrib's name of the tool that an MCP client of one source calls by this name, in
+    /// either form.
+    pub(super) fn find_in_source(&self, prefix: &str, name: &str) -> Option<String> {
+        let qualified = format!("{prefix}{name}");
+        let is_exact = self.tools.binary_search_by(|tool| tool.name().cmp(&qualified)).is_ok();
+        if is_exact {
+            return Some(qualified);
+        }
+        let names = self.source_names(prefix, ToolNameForm::Model);
+        names.into_iter().find(|(_, listed)| listed == name).map(|(own, _)| own.to_owned())
     }
 
     fn page_entries(
@@ -229,6 +303,14 @@ fn build_list(
         };
         tools.extend(reuse(&entry).or_else(fresh));
     }
+    let model_names = names_for_model(tools.iter().map(ToolListEntry::name));
+    for (listed, model_name) in tools.iter_mut().zip(model_names) {
+        // The built-in tools keep their names, whatever a registered tool is called.
+        match builtin_tools::helper_name(&model_name) {
+            Some(_) => listed.set_model_name(&hashed_name_for_model(&listed.tool.name)),
+            None => listed.set_model_name(&model_name),
+        }
+    }
     for tool in builtin_tools::always_listed() {
         // A built-in tool replaces a registered tool of the same name.
         tools.retain(|listed| listed.name() != tool.name);
@@ -236,6 +318,11 @@ fn build_list(
         tools.insert(index, ToolListEntry::new(None, tool));
     }
     CallerToolList { version, tools }
+}
+
+/// Returns whether an MCP client of one source sees this tool as well: it gets results of calls.
+fn is_source_helper(listed: &ToolListEntry) -> bool {
+    listed.entry.is_none() || listed.name() == RESULT_READ
 }
 
 const CURSOR_PREFIX: &str = "after:";

@@ -347,10 +347,11 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 }
 
 /// Returns the text for a call that has not ended and whose MCP client cannot be notified later: it
-/// names the call id and how to get the result.
+/// names the call id and how to get the result with the tool `helper`.
 pub(super) fn pending_result(
     call: &Call,
     tool: &ResultFormat,
+    helper: &str,
     approval_link: Option<&str>,
 ) -> CallToolResult {
     let id = call.id.as_str();
@@ -370,7 +371,7 @@ pub(super) fn pending_result(
     };
     let text = format!(
         "{} {state} and continues in the background. Its ticket is {id}.{described} To get the \
-         result, call the tool \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} \
+         result, call the tool \"{helper}\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} \
          again for the same purpose: that would be a second call.",
         call.tool_name, call.tool_name
     );

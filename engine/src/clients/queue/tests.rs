@@ -71,6 +71,7 @@ impl TestQueue {
             acknowledged_by: acknowledged_by.map(str::to_owned),
             redelivered: acknowledged_by.is_some(),
             elicitation: None,
+            meta: None,
         };
         self.queue.start(attempt, Arc::new(|_| {})).await;
         id

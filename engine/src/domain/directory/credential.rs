@@ -52,6 +52,57 @@ impl FromStr for AssertableAttribute {
     }
 }
 
+/// The form in which MCP clients see the names of tools. Both forms can be called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ToolNameForm {
+    /// Names that every model API accepts: `calculation__eval`.
+    #[default]
+    Model,
+    /// Toolcrib's own names: `calculation.eval`.
+    Dotted,
+}
+
+impl ToolNameForm {
+    /// Every form.
+    pub const ALL: [Self; 2] = [Self::Model, Self::Dotted];
+
+    /// Returns the name used on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Dotted => "dotted",
+        }
+    }
+}
+
+impl FromStr for ToolNameForm {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|form| form.as_str() == text).ok_or(())
+    }
+}
+
+/// Preferences of a key's bearer as an MCP client. The URL of a request takes precedence over them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct McpPreferences {
+    /// Form of the names of tools.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub names: Option<ToolNameForm>,
+    /// Time that `tools/call` waits for a result, in milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wait_ms: Option<u64>,
+}
+
+impl McpPreferences {
+    /// Returns true if nothing is preferred.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// The attributes of a key that no query filters by. Stored as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -77,6 +128,9 @@ pub struct KeyAttributes {
     /// Id of the key that this one replaces.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rotated_from: Option<String>,
+    /// Preferences of the bearer as an MCP client.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mcp: Option<Box<McpPreferences>>,
 }
 
 /// An API key without its secret: only the digest is stored.

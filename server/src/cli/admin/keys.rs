@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use reqwest::Method;
 use serde_json::{Map, Value, json};
+use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib_protocol::duration::parse_duration;
 
 use super::target::AdminTarget;
@@ -14,7 +15,7 @@ use crate::cli::failure::CommandFailure;
 use crate::cli::output::{
     Column, format_local_time, now_ms, sanitize_line, str_member, u64_member,
 };
-use crate::cli::{CommandContext, StorageArgs};
+use crate::cli::{CommandContext, StorageArgs, ToolNamesArg};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -30,6 +31,7 @@ Examples:
   toolcrib keys create --agent ci --tools 'build.*' --network 10.0.0.0/8 --expires 30d
   toolcrib keys create --agent gateway --may-assert user --may-assert session --allow '*'
   toolcrib keys create --agent cron --allow 'mail.*' --no-rejoin
+  toolcrib keys create --agent desktop --allow '*' --mcp-names dotted --mcp-wait-ms 20000
   toolcrib keys rotate key_01K… --overlap 1d
   toolcrib keys ls
   toolcrib keys revoke key_01K…
@@ -98,6 +100,12 @@ struct NewKeyArgs {
     /// A repeated request of the agent never joins an earlier call
     #[arg(long)]
     no_rejoin: bool,
+    /// Form of the names of tools that MCP clients with the key see [default: the server's]
+    #[arg(long, value_enum, value_name = "FORM")]
+    mcp_names: Option<ToolNamesArg>,
+    /// Time that tools/call of MCP clients with the key waits for a result [default: the server's]
+    #[arg(long, value_name = "MS")]
+    mcp_wait_ms: Option<u64>,
 }
 
 /// A role as a command-line value.
@@ -160,6 +168,8 @@ impl NewKeyArgs {
             ("may_assert", list(value_names(&self.may_assert)).map(Value::from)),
             ("allow", list(self.allow).map(Value::from)),
             ("rejoin", self.no_rejoin.then_some(json!(false))),
+            ("mcp_names", self.mcp_names.map(|form| ToolNameForm::from(form).as_str().into())),
+            ("mcp_wait_ms", self.mcp_wait_ms.map(Value::from)),
         ] {
             body.extend(value.map(|value| (name.to_owned(), value)));
         }

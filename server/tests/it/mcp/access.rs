@@ -133,7 +133,7 @@ async fn a_legacy_session_survives_a_restart_for_its_own_caller() {
 async fn a_closed_session_gets_404() {
     let server = Server::start().await;
     let client = Mcp::legacy(&server.api()).await;
-    assert_eq!(client.close().await, 202);
+    assert_eq!(client.close().await, 204);
     assert_eq!(client.ask("tools/list", json!({})).await.status, 404);
     let again = Mcp::legacy(&server.api()).await;
     assert!(!again.names().await.is_empty());

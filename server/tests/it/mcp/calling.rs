@@ -96,7 +96,7 @@ async fn a_client_without_tasks_gets_a_call_id_for_call_result() {
         assert_eq!(pending["isError"], false);
         let id = pending["structuredContent"]["tool_call_id"].as_str().unwrap().to_owned();
         assert!(
-            text(&pending).contains("call.result") && text(&pending).contains(&id),
+            text(&pending).contains("call__result") && text(&pending).contains(&id),
             "{pending}"
         );
         let query = json!({ "tool_call_id": id });
@@ -110,7 +110,7 @@ async fn a_client_without_tasks_gets_a_call_id_for_call_result() {
         // A client that knows an output schema would reject a call id in place of the result.
         let pending = client.call("slow.two", json!({})).await.result();
         assert_eq!(pending["isError"], true);
-        assert!(text(&pending).contains("call.result"));
+        assert!(text(&pending).contains("call__result"));
         let unknown = client.call("call.result", json!({ "tool_call_id": "tc_1" })).await.result();
         assert_eq!(unknown["isError"], true);
     }

@@ -6,7 +6,8 @@ use crate::support::Server;
 use crate::support::api::{offer, offer_with};
 use crate::support::mcp::Mcp;
 
-const CATALOGUE_TOOLS: [&str; 4] = ["call.result", "tools.call", "tools.describe", "tools.search"];
+const CATALOGUE_TOOLS: [&str; 4] =
+    ["call__result", "tools__call", "tools__describe", "tools__search"];
 
 fn found_names(result: &Value) -> Vec<&str> {
     let tools = result["structuredContent"]["tools"].as_array().unwrap();
@@ -21,9 +22,9 @@ async fn a_client_can_search_describe_and_call_by_catalogue() {
         assert_eq!(client.names().await, CATALOGUE_TOOLS);
         let query = json!({ "query": "calculate an expression" });
         let result = client.call("tools.search", query).await.result();
-        assert_eq!(found_names(&result)[0], "calculation.eval");
+        assert_eq!(found_names(&result)[0], "calculation__eval");
         let text = result["content"][0]["text"].as_str().unwrap();
-        assert!(text.starts_with("calculation.eval: "), "{text}");
+        assert!(text.starts_with("calculation__eval: "), "{text}");
         let names = json!({ "names": ["calculation.eval"] });
         let result = client.call("tools.describe", names).await.result();
         let tool = &result["structuredContent"]["tools"][0];
@@ -45,7 +46,7 @@ async fn a_long_list_becomes_the_catalogue_unless_full_is_requested() {
     assert_eq!(Mcp::modern(&api).names().await, CATALOGUE_TOOLS);
     assert_eq!(Mcp::legacy(&api).await.names().await, CATALOGUE_TOOLS);
     let all = Mcp::modern(&api).with_path("/mcp?catalogue=full").names().await;
-    assert!(all.len() > 30 && !all.contains(&"tools.search".to_owned()));
+    assert!(all.len() > 30 && !all.contains(&"tools__search".to_owned()));
     let wrong =
         Mcp::modern(&api).with_path("/mcp?catalogue=some").ask("tools/list", json!({})).await;
     assert_eq!(wrong.status, 422);
@@ -61,7 +62,7 @@ async fn tools_that_the_caller_may_not_call_are_not_found_or_described() {
     admin.register("pc_1", json!(tools)).await;
     let client = Mcp::modern(&ada).with_path("/mcp?catalogue=search");
     let result = client.call("tools.search", json!({ "query": "mail" })).await.result();
-    assert_eq!(found_names(&result), ["mail.read"]);
+    assert_eq!(found_names(&result), ["mail__read"]);
     let names = json!({ "names": ["mail.send"] });
     let result = client.call("tools.describe", names).await.result();
     assert_eq!(result["isError"], true);

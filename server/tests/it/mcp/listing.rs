@@ -18,7 +18,7 @@ async fn both_revisions_list_the_same_tools_sorted_by_name() {
     assert_eq!(modern, legacy);
     assert_eq!(
         modern,
-        ["calculation.eval", "call.result", "database.query", "result.read", "weather.query"]
+        ["calculation__eval", "call__result", "database__query", "result__read", "weather__query"]
     );
 }
 
@@ -37,7 +37,7 @@ async fn a_listed_tool_has_all_fields_of_its_definition() {
     api.register("pc_1", tools).await;
     for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
         let tools = client.tools().await;
-        let send = find_tool(&tools, "mail.send");
+        let send = find_tool(&tools, "mail__send");
         assert_eq!(send["title"], "Post a letter");
         assert_eq!(send["description"], "Sends a letter");
         assert_eq!(send["inputSchema"]["properties"], schema["properties"]);
@@ -46,7 +46,7 @@ async fn a_listed_tool_has_all_fields_of_its_definition() {
         assert_eq!(hints["readOnlyHint"], false);
         assert_eq!(hints["destructiveHint"], true);
         assert_eq!(hints["idempotentHint"], false);
-        let list = find_tool(&tools, "mail.list_all");
+        let list = find_tool(&tools, "mail__list_all");
         assert_eq!(list["title"], "Mail list all");
         assert_eq!(list["annotations"]["readOnlyHint"], true);
         assert_eq!(list["annotations"]["destructiveHint"], false);
@@ -60,9 +60,9 @@ async fn non_object_output_schemas_are_listed_only_in_the_modern_revision() {
     let more = json!({ "output_schema": { "type": "array", "items": { "type": "string" } } });
     api.register("pc_1", json!([offer_with("words.split", more)])).await;
     let modern = Mcp::modern(&api).tools().await;
-    assert_eq!(find_tool(&modern, "words.split")["outputSchema"]["type"], "array");
+    assert_eq!(find_tool(&modern, "words__split")["outputSchema"]["type"], "array");
     let legacy = Mcp::legacy(&api).await.tools().await;
-    assert!(find_tool(&legacy, "words.split")["outputSchema"].is_null());
+    assert!(find_tool(&legacy, "words__split")["outputSchema"].is_null());
 }
 
 #[tokio::test]
@@ -91,7 +91,7 @@ async fn tools_that_the_caller_may_not_call_are_not_listed() {
     let server = Server::start().await;
     let ada = server.keyed("default", "ada", "agent", &["calculation.*"]).await;
     // The tool that reads what a digest omits comes with any other.
-    let names = ["calculation.eval", "call.result", "result.read"];
+    let names = ["calculation__eval", "call__result", "result__read"];
     assert_eq!(Mcp::modern(&ada).names().await, names);
     let provider = server.keyed("default", "worker", "provider", &[]).await;
     assert!(Mcp::modern(&provider).names().await.is_empty());
@@ -122,12 +122,12 @@ async fn a_session_is_notified_of_changes_of_its_own_project_only() {
     theirs.register("pc_2", json!([offer("their.tool")])).await;
     owner.register("pc_1", json!([offer("our.tool")])).await;
     stream.until("notifications/tools/list_changed").await;
-    assert!(client.names().await.contains(&"our.tool".to_owned()));
+    assert!(client.names().await.contains(&"our__tool".to_owned()));
     // The next notification is about the next change of this project, not of the other one.
     theirs.register("pc_2", json!([offer("their.second")])).await;
     owner.register("pc_1", json!([offer("our.second")])).await;
     stream.until("notifications/tools/list_changed").await;
-    assert!(client.names().await.contains(&"our.second".to_owned()));
+    assert!(client.names().await.contains(&"our__second".to_owned()));
 }
 
 #[tokio::test]

@@ -98,7 +98,7 @@ async fn a_token_authenticates_its_subject_on_every_transport() {
     server.with_key(&admin).put("/v1/rules", rule).await.is(200);
     let ada = server.with_key(&sign_token(TRUSTED_KEY, "ours", &claims(|_| ())));
     let client = Mcp::modern(&ada);
-    assert_eq!(client.names().await, ["calculation.eval", "call.result"]);
+    assert_eq!(client.names().await, ["calculation__eval", "call__result"]);
     let result = client.call("calculation.eval", json!({ "expression": "6*7" })).await.result();
     let id = result["_meta"]["toolcrib/tool_call_id"].as_str().unwrap();
     assert_eq!(ada.call(id).await["agent"], "ada");
@@ -239,7 +239,7 @@ async fn a_session_with_a_renewed_token_is_notified_of_changes() {
     let mut stream = session.session_stream().await;
     rule("weather.*").await;
     stream.until("notifications/tools/list_changed").await;
-    assert!(session.names().await.contains(&"weather.query".to_owned()));
+    assert!(session.names().await.contains(&"weather__query".to_owned()));
 }
 
 #[tokio::test]

@@ -45,7 +45,7 @@ async fn the_python_sdk_lists_calls_and_follows_a_task_across_a_restart() {
     };
     let listed = next().await;
     assert_eq!(listed["protocol"], "2026-07-28", "{listed}");
-    assert!(listed["tools"].as_array().unwrap().contains(&json!("calculation.eval")), "{listed}");
+    assert!(listed["tools"].as_array().unwrap().contains(&json!("calculation__eval")), "{listed}");
     assert_eq!(next().await["result"], json!({ "result": 42, "text": "42" }));
     assert_eq!(next().await["is_error"], true);
     let task = next().await["task"].as_str().unwrap().to_owned();

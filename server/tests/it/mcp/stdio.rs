@@ -92,7 +92,7 @@ async fn without_a_server_the_command_runs_on_a_data_directory() {
     let data_dir = directory.path().join("data");
     let data_dir = data_dir.to_str().unwrap();
     let names = StdioClient::start(&["--data-dir", data_dir]).run_session().await;
-    assert!(names.contains(&"weather.query".to_owned()), "{names:?}");
+    assert!(names.contains(&"weather__query".to_owned()), "{names:?}");
     // A second process opens the same data directory.
     let names = StdioClient::start(&["--data-dir", data_dir, "--catalogue", "search"]);
     let mut client = names;
@@ -102,14 +102,15 @@ async fn without_a_server_the_command_runs_on_a_data_directory() {
             "io.modelcontextprotocol/clientCapabilities": {} } });
     let found = client.request(1, "tools/call", params).await;
     let tools = &found["result"]["structuredContent"]["tools"];
-    assert_eq!(tools[0]["name"], "weather.query", "{found}");
+    assert_eq!(tools[0]["name"], "weather__query", "{found}");
 }
 
 #[tokio::test]
 async fn with_a_server_the_command_forwards_to_it() {
     let server = Server::ready().await;
     let url = format!("http://127.0.0.1:{}", server.port);
-    let names = StdioClient::start(&["--server", &url]).run_session().await;
+    let options = ["--server", url.as_str(), "--names", "dotted"];
+    let names = StdioClient::start(&options).run_session().await;
     assert!(names.contains(&"calculation.eval".to_owned()), "{names:?}");
     let calls = server.http.get(server.url("/v1/tool_calls")).send().await.unwrap();
     let calls: Value = calls.json().await.unwrap();

@@ -113,6 +113,99 @@ async fn a_task_can_be_canceled_by_its_own_project_only() {
 }
 
 #[tokio::test]
+async fn a_task_can_be_read_without_the_header_that_repeats_its_id() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([background_tool("report.make")])).await;
+    let client = Mcp::modern(&api).with_tasks();
+    let task = client.call("report.make", json!({})).await.result();
+    let id = task["taskId"].as_str().unwrap();
+    for method in ["tasks/get", "tasks/update", "tasks/cancel"] {
+        let params = json!({ "taskId": id, "inputResponses": {} });
+        let mut request = client.request(method, params).build().unwrap();
+        assert!(request.headers_mut().remove("mcp-name").is_some());
+        let response = reqwest::Client::new().execute(request).await.unwrap();
+        assert_eq!(response.status(), 200, "{method}: {}", response.text().await.unwrap());
+    }
+    let wrong = client.request("tasks/get", json!({ "taskId": id })).header("mcp-name", "other");
+    assert_eq!(client.send(wrong).await.status, 400, "a header that contradicts the body");
+}
+
+#[tokio::test]
+async fn legacy_clients_get_no_tasks_even_if_they_declare_the_extension() {
+    let server = Server::with(|config| config.transports.mcp.wait_ms = 50).await;
+    let api = server.api();
+    api.register("pc_1", json!([background_tool("report.make")])).await;
+    let declared = json!({ "extensions": { "io.modelcontextprotocol/tasks": {} } });
+    let mut client = Mcp::legacy_with(&api, declared.clone()).await;
+    let result = client.call("report.make", json!({})).await.result();
+    assert!(result["taskId"].is_null() && result["content"].is_array(), "{result}");
+    let params = json!({ "protocolVersion": "2025-11-25", "capabilities": declared,
+        "clientInfo": { "name": "test", "version": "1" } });
+    client.session = None;
+    let hello = client.ask("initialize", params).await.result();
+    assert!(hello["capabilities"]["extensions"].is_null(), "{hello}");
+}
+
+#[tokio::test]
+async fn the_wait_is_chosen_by_the_url_or_by_the_key() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    let impatient = Mcp::modern(&api).with_path("/mcp?wait_ms=0");
+    let result = impatient.call("slow.one", json!({})).await.result();
+    assert_eq!(result["structuredContent"]["status"], "PENDING", "{result}");
+    let task = impatient.with_tasks().call("slow.one", json!({})).await.result();
+    assert_eq!(task["resultType"], "task", "{task}");
+    let wrong = Mcp::modern(&api).with_path("/mcp?wait_ms=soon").ask("tools/list", json!({})).await;
+    assert_eq!(wrong.status, 422);
+    let operator = server.operator();
+    operator.post("/v1/keys", json!({ "agent": "root", "role": "admin" })).await.is(201);
+    let body = json!({ "agent": "ada", "allow": ["*"], "mcp_wait_ms": 0, "mcp_names": "dotted" });
+    let key = operator.post("/v1/keys", body).await.is(201);
+    assert_eq!((&key["mcp_wait_ms"], &key["mcp_names"]), (&json!(0), &json!("dotted")), "{key}");
+    let ada = Mcp::modern(&server.with_key(key["key"].as_str().unwrap()));
+    let result = ada.call("slow.one", json!({})).await.result();
+    assert_eq!(result["structuredContent"]["status"], "PENDING", "{result}");
+}
+
+#[tokio::test]
+async fn a_subscriber_is_notified_of_the_states_of_its_tasks() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([background_tool("report.make")])).await;
+    let client = Mcp::modern(&api).with_tasks();
+    let task = client.call("report.make", json!({})).await.result();
+    let id = task["taskId"].as_str().unwrap();
+    let params = json!({ "notifications": { "taskIds": [id, "tc_nothing"] } });
+    let mut stream = client.open("subscriptions/listen", params.clone()).await;
+    let acknowledged = stream.until("notifications/subscriptions/acknowledged").await;
+    assert_eq!(acknowledged["params"]["notifications"]["taskIds"][0], id, "{acknowledged}");
+    let first = stream.until("notifications/tasks").await;
+    assert_eq!(
+        (&first["params"]["taskId"], &first["params"]["status"]),
+        (&json!(id), &json!("working"))
+    );
+    let subscription = &first["params"]["_meta"]["io.modelcontextprotocol/subscriptionId"];
+    assert!(!subscription.is_null(), "{first}");
+    api.poll("pc_1").await;
+    api.succeed(id, json!({ "pages": 7 })).await;
+    let done = loop {
+        let next = stream.until("notifications/tasks").await;
+        if next["params"]["status"] != "working" {
+            break next;
+        }
+    };
+    let polled = get_task(&client, id).await;
+    assert_eq!(done["params"]["status"], "completed", "{done}");
+    assert_eq!(done["params"]["result"], polled["result"], "the same as tasks/get returns");
+    // A subscription after the end has the final state at once.
+    let mut late = client.open("subscriptions/listen", params.clone()).await;
+    assert_eq!(late.until("notifications/tasks").await["params"]["status"], "completed");
+    Mcp::modern(&api).ask("subscriptions/listen", params).await.error(-32021);
+}
+
+#[tokio::test]
 async fn clients_without_the_tasks_extension_get_no_tasks() {
     let server = Server::with(|config| config.transports.mcp.wait_ms = 50).await;
     let api = server.api();

@@ -106,8 +106,8 @@ async fn mcp_lists_by_the_rules_and_hides_tasks_of_others() {
     provider.register("c1", json!([offer("x.one")])).await;
     let hide = json!({"verdict": "deny", "tools": ["x.*"], "actions": ["list"], "agents": ["bob"]});
     admin.put("/v1/rules/hide", hide).await.is(200);
-    assert!(Mcp::modern(&ada).names().await.contains(&"x.one".to_owned()));
-    assert!(!Mcp::modern(&bob).names().await.contains(&"x.one".to_owned()));
+    assert!(Mcp::modern(&ada).names().await.contains(&"x__one".to_owned()));
+    assert!(!Mcp::modern(&bob).names().await.contains(&"x__one".to_owned()));
     let id = ada.invoke("x.one", json!({})).await;
     let get =
         |mcp: Mcp, id: String| async move { mcp.ask("tasks/get", json!({ "taskId": id })).await };

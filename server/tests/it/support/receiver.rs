@@ -113,8 +113,15 @@ async fn receive(
     body: Bytes,
 ) -> Response {
     let body = String::from_utf8(body.to_vec()).unwrap();
+    // Confirms that it wants messages, except at one path.
+    let message = serde_json::from_str::<Value>(&body).unwrap_or_default();
+    let confirms = message["type"] == "verification" && uri.path() != "/mute";
     let received = Received { path: uri.to_string(), headers, body };
     state.messages.send_modify(|messages| messages.push(received));
+    if confirms {
+        return axum::Json(serde_json::json!({ "challenge": message["challenge"] }))
+            .into_response();
+    }
     let answer = state.answers.lock().unwrap().pop_front().unwrap_or(Answer::Code(200));
     match answer {
         Answer::Code(code) => StatusCode::from_u16(code).unwrap().into_response(),

@@ -253,8 +253,8 @@ async fn a_description_with_instructions_is_flagged() {
         let tools = listed["tools"].as_array().unwrap();
         tools.iter().find(|tool| tool["name"] == name).unwrap().clone()
     };
-    assert!(find_tool("fixture.evil")["_meta"]["toolcrib/flags"].is_array(), "{listed}");
-    assert!(find_tool("fixture.echo")["_meta"]["toolcrib/flags"].is_null());
+    assert!(find_tool("fixture__evil")["_meta"]["toolcrib/flags"].is_array(), "{listed}");
+    assert!(find_tool("fixture__echo")["_meta"]["toolcrib/flags"].is_null());
     let client = client.with_path("/mcp?catalogue=search");
     let params = json!({ "name": "tools.describe", "arguments": { "names": ["fixture.evil"] } });
     let described = client.ask("tools/call", params).await.result();

@@ -156,12 +156,12 @@ async fn each_source_has_its_own_endpoint_with_unprefixed_names() {
         let listed = client.ask("tools/list", json!({})).await.result();
         let tools = listed["tools"].as_array().unwrap();
         let names: Vec<&str> = tools.iter().filter_map(|tool| tool["name"].as_str()).collect();
-        assert!(names.contains(&"echo") && names.contains(&"call.result"), "{names:?}");
-        for builtin in ["call.result", "result.read"] {
+        assert!(names.contains(&"echo") && names.contains(&"call__result"), "{names:?}");
+        for builtin in ["call__result", "result__read"] {
             assert_eq!(names.iter().filter(|name| **name == builtin).count(), 1, "{names:?}");
         }
-        assert!(names.iter().all(|name| !name.contains("fixture.")), "{names:?}");
-        assert!(!names.contains(&"calculation.eval"), "only tools of that source: {names:?}");
+        assert!(names.iter().all(|name| !name.contains("fixture")), "{names:?}");
+        assert!(!names.contains(&"calculation__eval"), "only tools of that source: {names:?}");
         let params = json!({ "name": "echo", "arguments": { "text": "hello" } });
         let result = client.ask("tools/call", params).await.result();
         assert_eq!(result["content"][0]["text"], "hello", "{result}");

@@ -62,6 +62,18 @@ fn uncertain_outcome_fault(attempt: &Attempt, message: String) -> Fault {
     }
 }
 
+/// Returns the fault for a call that needs another revision of MCP, in which the upstream is spoken
+/// to from now on. The tool may have taken effect before it asked.
+pub(super) fn other_revision_fault(name: &str, attempt: &Attempt, text: &str) -> Fault {
+    let text: String = text.chars().take(400).collect();
+    let message = format!(
+        "{name} cannot serve {} in revision 2026-07-28 of MCP ({text}); Toolcrib now uses \
+         2025-11-25 for it",
+        attempt.tool
+    );
+    uncertain_outcome_fault(attempt, message)
+}
+
 /// Returns the fault for an overloaded upstream, which may have set a time to retry. A call refused
 /// with 429 has not started; with any other status it may have.
 pub(super) fn overloaded_fault(

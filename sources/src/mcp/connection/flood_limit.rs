@@ -10,6 +10,7 @@ use rmcp::model::JsonRpcMessage;
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 
+use super::late_discovery::LateDiscovery;
 use super::server_requests::McpClientHandler;
 
 /// Limits of unsolicited messages: burst size, and sustained rate per second.
@@ -40,11 +41,19 @@ pub(super) struct FloodLimitedTransport<T> {
     handler: Arc<McpClientHandler>,
     budget: f64,
     refilled_at: Instant,
+    late_discovery: LateDiscovery,
 }
 
 impl<T> FloodLimitedTransport<T> {
     pub(super) fn new(inner: T, flood_flag: FloodFlag, handler: Arc<McpClientHandler>) -> Self {
-        Self { inner, flood_flag, handler, budget: UNSOLICITED_BURST, refilled_at: Instant::now() }
+        Self {
+            inner,
+            flood_flag,
+            handler,
+            budget: UNSOLICITED_BURST,
+            refilled_at: Instant::now(),
+            late_discovery: LateDiscovery::default(),
+        }
     }
 
     fn take_budget(&mut self) -> bool {
@@ -67,11 +76,15 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T
         &mut self,
         item: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = Result<(), Self::Error>> + Send + 'static {
+        self.late_discovery.record_sent(&item);
         self.inner.send(item)
     }
 
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
-        let message = self.inner.receive().await?;
+        let mut message = self.inner.receive().await?;
+        while self.late_discovery.is_late(&message) {
+            message = self.inner.receive().await?;
+        }
         let is_unsolicited =
             matches!(message, JsonRpcMessage::Notification(_) | JsonRpcMessage::Request(_));
         if is_unsolicited && !self.take_budget() {

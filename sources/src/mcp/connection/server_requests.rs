@@ -1,6 +1,8 @@
 //! Handles the messages that an upstream sends on its own: progress, change notifications and
 //! elicitations, including the attribution of each elicitation to a call.
 
+// Logging belongs to the legacy revisions, whose servers still use it.
+#![allow(deprecated)]
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +11,8 @@ use parking_lot::Mutex;
 use rmcp::model::{
     ClientCapabilities, ClientConfig, ElicitRequest, ElicitRequestParams, ElicitResult,
     ElicitationAction, ElicitationCapability, FormElicitationCapability, Implementation,
-    InputRequest, ProgressNotificationParam, ProgressToken, ProtocolVersion, RequestId,
-    ResourceUpdatedNotificationParam, UrlElicitationCapability,
+    InputRequest, LoggingMessageNotificationParam, ProgressNotificationParam, ProgressToken,
+    ProtocolVersion, RequestId, ResourceUpdatedNotificationParam, UrlElicitationCapability,
 };
 use rmcp::service::{InboundStreamOrigin, NotificationContext, RequestContext};
 use rmcp::{ClientHandler, ErrorData, RoleClient};
@@ -36,6 +38,8 @@ pub enum UpstreamChange {
     ResourceList,
     PromptList,
     ResourceContent(String),
+    /// A log message, as the upstream wrote it.
+    Log(Value),
 }
 
 /// An elicitation that waits for its answer.
@@ -151,6 +155,17 @@ impl McpClientHandler {
         loop {
             let changed = self.calls_changed.notified();
             if self.abandoned.lock().may_have_asked && self.calls.lock().is_empty() {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Waits until no call is in flight.
+    pub async fn wait_until_idle(&self) {
+        loop {
+            let changed = self.calls_changed.notified();
+            if self.calls.lock().is_empty() {
                 return;
             }
             changed.await;
@@ -419,6 +434,16 @@ impl ClientHandler for McpClientHandler {
 
     async fn on_prompt_list_changed(&self, _context: NotificationContext<RoleClient>) {
         let _ = self.changes.send(UpstreamChange::PromptList);
+    }
+
+    async fn on_logging_message(
+        &self,
+        params: LoggingMessageNotificationParam,
+        _context: NotificationContext<RoleClient>,
+    ) {
+        if let Ok(message) = serde_json::to_value(params) {
+            let _ = self.changes.send(UpstreamChange::Log(message));
+        }
     }
 
     async fn on_resource_updated(

@@ -124,7 +124,13 @@ impl StatelessCallClient {
         let trace = attempt.traceparent.as_ref();
         let trace = trace.map(|trace| format!(",\"traceparent\":\"{trace}\"")).unwrap_or_default();
         let about = &self.client_meta;
-        let meta = RawValue::from_string(format!("{{{about},\"progressToken\":{id}{trace}}}"))?;
+        // An object without its braces. The fields of the protocol come last and take precedence.
+        let passed = attempt.meta.as_ref().map(|meta| meta.text().trim());
+        let passed = passed.and_then(|text| text.strip_prefix('{')?.strip_suffix('}'));
+        let passed = passed.filter(|text| !text.trim().is_empty());
+        let passed = passed.map(|text| format!("{text},")).unwrap_or_default();
+        let meta = format!("{{{passed}{about},\"progressToken\":{id}{trace}}}");
+        let meta = RawValue::from_string(meta)?;
         let arguments: &RawValue = serde_json::from_str(attempt.args.text())?;
         let params = serde_json::to_string(&CallToolParams {
             name,

@@ -1,14 +1,16 @@
-//! Follows the changes of an upstream of revision 2026-07-28. Notifications require a subscription,
-//! whose stream ends whenever an intermediary closes it; then Toolcrib subscribes again.
+//! Follows the changes of an upstream. In revision 2026-07-28 notifications require a subscription,
+//! whose stream ends whenever an intermediary closes it; then Toolcrib subscribes again. In older
+//! revisions only single resources are subscribed to.
 
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rmcp::RoleClient;
-use rmcp::model::{ServerNotification, SubscriptionFilter};
+use rmcp::model::{ServerNotification, SubscribeRequestParams, SubscriptionFilter};
 use rmcp::service::{Peer, Subscription};
+use rmcp::{RoleClient, ServiceError};
 
+use super::followed_resources::FollowedResources;
 use super::server_requests::{McpClientHandler, UpstreamChange};
 
 /// Polling interval of the tool list when the upstream sends no notifications.
@@ -28,23 +30,54 @@ const BACKOFF_RESET_AFTER: Duration = Duration::from_secs(20);
 pub(in crate::mcp) async fn follow_changes(
     peer: &Peer<RoleClient>,
     handler: &Arc<McpClientHandler>,
+    followed: &FollowedResources,
     modern: bool,
 ) -> Infallible {
     match modern {
-        true => subscribe_or_poll(peer, handler, TOOL_LIST_POLL_INTERVAL).await,
-        false => std::future::pending().await,
+        true => subscribe_or_poll(peer, handler, followed, TOOL_LIST_POLL_INTERVAL).await,
+        false => subscribe_again(peer, followed).await,
+    }
+}
+
+/// Subscribes to the followed resources on a new connection. Those that are added later are
+/// subscribed to when they are added ([`subscribe_resource`]).
+async fn subscribe_again(peer: &Peer<RoleClient>, followed: &FollowedResources) -> Infallible {
+    for uri in followed.uris() {
+        // An upstream that refuses sends no updates of this resource; its tools are not concerned.
+        let _ = subscribe_resource(peer, &uri).await;
+    }
+    std::future::pending().await
+}
+
+/// Subscribes to a resource of an upstream of a legacy revision, if it supports that.
+#[allow(deprecated)]
+pub(in crate::mcp) async fn subscribe_resource(
+    peer: &Peer<RoleClient>,
+    uri: &str,
+) -> Result<(), ServiceError> {
+    let info = peer.peer_info();
+    let resources = info.as_ref().and_then(|info| info.capabilities.resources.as_ref());
+    if resources.is_none_or(|resources| resources.subscribe != Some(true)) {
+        return Ok(());
+    }
+    let subscribing = peer.subscribe(SubscribeRequestParams::new(uri));
+    match tokio::time::timeout(SUBSCRIBE_TIMEOUT, subscribing).await {
+        Ok(subscribed) => subscribed,
+        Err(_) => Err(ServiceError::Timeout { timeout: SUBSCRIBE_TIMEOUT }),
     }
 }
 
 async fn subscribe_or_poll(
     peer: &Peer<RoleClient>,
     handler: &McpClientHandler,
+    followed: &FollowedResources,
     every: Duration,
 ) -> Infallible {
-    let filter = subscription_filter(peer);
-    let nothing = filter == SubscriptionFilter::default();
     let (mut wait, mut missed) = (FIRST_WAIT, false);
     loop {
+        let more_followed = followed.next_change();
+        let filter = subscription_filter(peer, followed);
+        let nothing = filter == SubscriptionFilter::default();
         let subscribing = async {
             match nothing {
                 true => None,
@@ -56,8 +89,10 @@ async fn subscribe_or_poll(
             }
         };
         let Some(stream) = subscribing.await else {
-            tokio::time::sleep(every).await;
-            handler.tools_changed.notify_one();
+            tokio::select! {
+                () = tokio::time::sleep(every) => handler.tools_changed.notify_one(),
+                () = more_followed => {}
+            }
             continue;
         };
         // Changes during the gap between two streams are found by an immediate refresh.
@@ -65,7 +100,11 @@ async fn subscribe_or_poll(
             handler.tools_changed.notify_one();
         }
         let began = Instant::now();
-        forward_notifications(stream, handler).await;
+        tokio::select! {
+            () = forward_notifications(stream, handler) => {}
+            // The next subscription covers the new resource too.
+            () = more_followed => continue,
+        }
         wait =
             if began.elapsed() > BACKOFF_RESET_AFTER { FIRST_WAIT } else { (wait * 2).min(every) };
         tokio::time::sleep(wait).await;
@@ -73,7 +112,10 @@ async fn subscribe_or_poll(
 }
 
 /// Returns a filter for the changes that the upstream can announce.
-fn subscription_filter(peer: &Peer<RoleClient>) -> SubscriptionFilter {
+fn subscription_filter(
+    peer: &Peer<RoleClient>,
+    followed: &FollowedResources,
+) -> SubscriptionFilter {
     let mut filter = SubscriptionFilter::builder();
     let info = peer.peer_info();
     let Some(can) = info.map(|info| info.capabilities.clone()) else { return filter.build() };
@@ -85,6 +127,10 @@ fn subscription_filter(peer: &Peer<RoleClient>) -> SubscriptionFilter {
     }
     if can.resources.as_ref().is_some_and(|resources| resources.list_changed == Some(true)) {
         filter = filter.resources_list_changed();
+    }
+    let uris = followed.uris();
+    if can.resources.is_some() && !uris.is_empty() {
+        filter = filter.resource_subscriptions(uris);
     }
     filter.build()
 }
@@ -143,9 +189,10 @@ mod tests {
                 handler.tools_changed.notified().await;
             }
         };
-        let interval = Duration::from_millis(5);
+        let (interval, followed) = (Duration::from_millis(5), FollowedResources::default());
+        let peer = client.peer();
         tokio::select! {
-            never = subscribe_or_poll(client.peer(), &handler, interval) => match never {},
+            never = subscribe_or_poll(peer, &handler, &followed, interval) => match never {},
             () = refreshes => {}
         }
         drop((client, serving));

@@ -18,7 +18,9 @@ use crate::mcp::connection::http_error::was_never_sent;
 use crate::mcp::connection::server_requests::McpClientHandler;
 use crate::mcp::connection::subscriptions::follow_changes;
 use crate::mcp::connection::{UpstreamConnectOptions, UpstreamConnection};
-use crate::mcp::offered_tools::{OfferedTools, ToolChange, diff_tools};
+use crate::mcp::offered_tools::{
+    OfferedTools, ToolChange, diff_tools, is_of_legacy_server, mark_legacy_server,
+};
 use crate::mcp::pagination::UpstreamToolEntry;
 use crate::mcp::raw_tool_list::ToolListCapture;
 use crate::mcp::registry::UpstreamRegistry;
@@ -41,6 +43,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 /// Reasons for which Toolcrib closes a connection.
 const SIGNED_OUT: &str = "it was signed out";
+const OTHER_REVISION: &str = "it can request input in revision 2025-11-25 only";
 const AMBIGUOUS_ELICITATION: &str =
     "it requested input that may belong to a call that was given up";
 
@@ -76,6 +79,9 @@ impl UpstreamServer {
             }
             failures =
                 if began.elapsed() > BACKOFF_RESET_AFTER && reached { 0 } else { failures + 1 };
+            if !reached {
+                self.revision.record_refusal();
+            }
             // Some servers crash on a request that they do not know: try the legacy handshake next.
             older = !reached && !older && self.settings.command.is_some();
             let name = &self.settings.name;
@@ -156,6 +162,8 @@ impl UpstreamServer {
     /// Connects once and serves the connection until it ends. Returns whether the connection was
     /// established, and why it ended.
     async fn run_connection(&self, registry: &dyn UpstreamRegistry, older: bool) -> (bool, String) {
+        let accepted = registry.accepted_tools(&self.settings.project, &self.settings.name);
+        self.revision.restore(accepted.values().any(is_of_legacy_server));
         let resolved = match ResolvedSettings::resolve(&self.settings) {
             Ok(resolved) => Arc::new(resolved),
             Err(reason) => return (false, reason),
@@ -174,7 +182,7 @@ impl UpstreamServer {
             handler,
             outbound: &self.outbound,
             authorizer: self.authorizer.clone(),
-            legacy_handshake: older || self.settings.older,
+            legacy_handshake: older || self.settings.older || self.revision.requires_legacy(),
             limit: self.connect_timeout(),
         };
         // Only connecting may be dropped at any point: an established connection is shut down in
@@ -225,7 +233,8 @@ impl UpstreamServer {
         self.mark_ready(&peer, process);
         self.set_connection(Some(live));
         self.complete_refreshes(requested);
-        let mut listening = std::pin::pin!(follow_changes(&peer, &handler, modern));
+        let mut listening =
+            std::pin::pin!(follow_changes(&peer, &handler, &self.followed_resources, modern,));
         loop {
             tokio::select! {
                 reason = &mut closed => return reason,
@@ -238,6 +247,9 @@ impl UpstreamServer {
                 }
                 () = self.reconnect_requested.notified() => return SIGNED_OUT.to_owned(),
                 () = handler.wait_until_unattributable() => return AMBIGUOUS_ELICITATION.to_owned(),
+                () = self.wait_for_other_revision(&handler), if modern => {
+                    return OTHER_REVISION.to_owned();
+                }
             }
             // The end of the connection is noticed even while a refresh takes long.
             let refreshed = tokio::select! {
@@ -251,6 +263,12 @@ impl UpstreamServer {
             self.complete_refreshes(requested);
             tokio::time::sleep(PAUSE).await;
         }
+    }
+
+    /// Waits until the upstream is to be spoken to in another revision, and no call is in flight.
+    async fn wait_for_other_revision(&self, handler: &McpClientHandler) {
+        self.revision.wait_until_legacy().await;
+        handler.wait_until_idle().await;
     }
 
     /// Marks the refreshes that were requested so far as completed.
@@ -353,7 +371,10 @@ impl UpstreamServer {
             }
         }
         let timeout_ms = registry.default_timeout_ms(project);
-        let offered = OfferedTools::from_list(&self.settings, readable, unreadable, timeout_ms);
+        let mut offered = OfferedTools::from_list(&self.settings, readable, unreadable, timeout_ms);
+        if self.revision.requires_legacy() {
+            offered.tools.values_mut().for_each(mark_legacy_server);
+        }
         let mut skipped = offered.skipped.clone();
         skipped.extend(self.previously_rejected(&offered.tools));
         *self.offered.lock() = offered.clone();

@@ -58,6 +58,7 @@ fn full_call() -> Call {
             callback_url: Some("https://hooks.example/a".into()),
             predecessor: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),
             replaces: Some(call().id),
+            meta: Some(json(r#"{"example.com/a":1}"#)),
         },
         target: Target {
             tool: "weather.query".into(),

@@ -7,7 +7,9 @@ use toolcrib::domain::access_rules::{
     AccessRule, RULE_VERSIONS_KEPT, RuleAction, RuleSetChange, RuleVerdict,
 };
 use toolcrib::domain::caller::Role;
-use toolcrib::domain::directory::credential::{AssertableAttribute, SessionTokenAttributes};
+use toolcrib::domain::directory::credential::{
+    AssertableAttribute, McpPreferences, SessionTokenAttributes, ToolNameForm,
+};
 use toolcrib::domain::directory::{
     ApiKey, AuditEntry, Client, Directory, DirectoryChange, KeyAttributes, SessionToken, ToolOffer,
     UnlistedTools, Upstream,
@@ -309,6 +311,10 @@ pub async fn every_attribute_of_a_key_is_stored(store: &dyn Store) {
             networks: vec!["10.0.0.0/8".into()],
             may_assert: AssertableAttribute::ALL.into(),
             rotated_from: Some("key_0".into()),
+            mcp: Some(Box::new(McpPreferences {
+                names: Some(ToolNameForm::Dotted),
+                wait_ms: Some(5_000),
+            })),
         },
         expires_ms: Some(NOW + 60_000),
         ..key("key_1", Role::Agent)

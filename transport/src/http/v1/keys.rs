@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::RoleSet;
 use toolcrib::domain::caller::Role;
-use toolcrib::domain::directory::credential::AssertableAttribute;
+use toolcrib::domain::directory::credential::{AssertableAttribute, McpPreferences, ToolNameForm};
 use toolcrib::domain::directory::{ApiKey, KeyAttributes};
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::registry::NewKey;
@@ -51,13 +51,28 @@ pub struct KeyBody {
     rotated_from: Option<String>,
     /// False if requests of the key's agent never join an earlier call.
     rejoin: bool,
+    /// Form of the names of tools that MCP clients with the key see: `model` or `dotted`; null for
+    /// the server's.
+    mcp_names: Option<&'static str>,
+    /// Time that `tools/call` of MCP clients with the key waits for a result; null for the
+    /// server's.
+    mcp_wait_ms: Option<u64>,
 }
 
 impl KeyBody {
     /// Returns the body of a key; the time decides its status.
     pub fn new(key: &ApiKey, now_ms: u64) -> Self {
-        let KeyAttributes { groups, user, environment, tools, networks, may_assert, rotated_from } =
-            key.attributes.clone();
+        let KeyAttributes {
+            groups,
+            user,
+            environment,
+            tools,
+            networks,
+            may_assert,
+            rotated_from,
+            mcp,
+        } = key.attributes.clone();
+        let mcp = mcp.map(|preferences| *preferences).unwrap_or_default();
         Self {
             id: key.id.clone(),
             project: key.project.clone(),
@@ -78,6 +93,8 @@ impl KeyBody {
             revoked_at_ms: key.revoked_ms,
             rotated_from,
             rejoin: key.rejoin,
+            mcp_names: mcp.names.map(ToolNameForm::as_str),
+            mcp_wait_ms: mcp.wait_ms,
         }
     }
 }
@@ -135,6 +152,12 @@ pub struct NewKeyBody {
     allow: Option<Vec<String>>,
     /// False if requests of the agent never join an earlier call (default: true).
     rejoin: Option<bool>,
+    /// Form of the names of tools that MCP clients with the key see: `model` (`calculation__eval`)
+    /// or `dotted` (`calculation.eval`). Default: the server's.
+    mcp_names: Option<String>,
+    /// Time that `tools/call` of MCP clients with the key waits for a result, at most
+    /// `limits.max_wait_ms`. Default: the server's.
+    mcp_wait_ms: Option<u64>,
 }
 
 impl NewKeyBody {
@@ -160,6 +183,12 @@ impl NewKeyBody {
             name.parse::<AssertableAttribute>().map_err(unknown)
         });
         let expires_ms = self.expires_at.as_deref().map(parse_time).transpose()?;
+        let unknown = |()| invalid("/mcp_names", "mcp_names is model or dotted".into());
+        let names = self.mcp_names.as_deref().map(|name| name.parse::<ToolNameForm>());
+        let mcp = McpPreferences {
+            names: names.transpose().map_err(unknown)?,
+            wait_ms: self.mcp_wait_ms,
+        };
         let mut allow = self.allow.unwrap_or_default();
         if roles.contains(Role::Agent) {
             allow.extend(default_allow.iter().cloned());
@@ -173,6 +202,7 @@ impl NewKeyBody {
                 networks: self.networks.unwrap_or_default(),
                 may_assert: may_assert.collect::<Result<_, Error>>()?,
                 rotated_from: None,
+                mcp: (!mcp.is_empty()).then(|| Box::new(mcp)),
             },
             expires_ms,
             allow,

@@ -282,6 +282,7 @@ async fn invoke_tool(
         callback_url: body.callback_url,
         answers: None,
         rejoin: body.rejoin.unwrap_or(true),
+        meta: None,
     };
     let ticket = state.engine.calls().invoke(caller, invocation).await?;
     let id = ticket.call.id.clone();

@@ -14,13 +14,13 @@ use toolcrib::calls::Until;
 use toolcrib::domain::fault::{Code, Fault};
 
 use super::call::{self, ToolDiscovery};
-use crate::mcp::request::{CallerView, McpClientInfo};
-use crate::mcp::state::{McpTransportState, RequestScope};
+use crate::mcp::request::McpClientInfo;
+use crate::mcp::state::RequestScope;
 use crate::mcp::tool_list::builtin_tools::{
     CALL, CALL_RESULT, CallResultArgs, CatalogueCallArgs, DESCRIBE, DescribeArgs, SEARCH,
-    SearchArgs, parse_arguments,
+    SearchArgs, helper_name, parse_arguments,
 };
-use crate::mcp::tool_list::definition;
+use crate::mcp::tool_list::{definition, listed_name};
 use crate::mcp::tool_result::{self, ResultFormat};
 
 /// Default and maximum number of search results.
@@ -39,16 +39,17 @@ pub(crate) async fn handle_call(
     params: &mut CallToolRequestParams,
 ) -> Option<Result<CallToolResponse, ErrorData>> {
     let RequestScope { shared, view, .. } = scope;
-    if params.name == CALL_RESULT && view.caller.may_invoke() {
+    let helper = helper_name(&params.name);
+    if helper == Some(CALL_RESULT) && view.caller.may_invoke() {
         return Some(call_result(scope, params.arguments.take()).await);
     }
     if !shared.uses_search_catalogue(view) {
         return None;
     }
     let take_arguments = |params: &mut CallToolRequestParams| params.arguments.take();
-    let outcome = match params.name.as_ref() {
-        SEARCH => search(shared, view, take_arguments(params)).await,
-        DESCRIBE => describe(shared, view, take_arguments(params)),
+    let outcome = match helper? {
+        SEARCH => search(scope, take_arguments(params)).await,
+        DESCRIBE => describe(scope, take_arguments(params)),
         CALL => match parse_arguments::<CatalogueCallArgs>(CALL, take_arguments(params)) {
             Ok(args) => {
                 params.name = args.name.into();
@@ -65,10 +66,10 @@ pub(crate) async fn handle_call(
 }
 
 async fn search(
-    shared: &McpTransportState,
-    view: &CallerView,
+    scope: RequestScope<'_>,
     arguments: Option<JsonObject>,
 ) -> Result<CallToolResult, Fault> {
+    let RequestScope { shared, view, .. } = scope;
     let args: SearchArgs = parse_arguments(SEARCH, arguments)?;
     let limit = args.limit.unwrap_or(DEFAULT_SEARCH_LIMIT);
     if !(1..=MAX_SEARCH_LIMIT).contains(&limit) {
@@ -91,7 +92,9 @@ async fn search(
         .iter()
         .map(|found| {
             let tool = &found.entry.definition;
-            let body = json!({ "name": tool.name, "description": summarize_description(&tool.description) });
+            let name = callable_name(scope, &tool.name);
+            let summary = summarize_description(&tool.description);
+            let body = json!({ "name": name, "description": summary });
             match definition::injection_flags(tool) {
                 Some(flags) => {
                     let mut body = body;
@@ -115,10 +118,10 @@ async fn search(
 }
 
 fn describe(
-    shared: &McpTransportState,
-    view: &CallerView,
+    scope: RequestScope<'_>,
     arguments: Option<JsonObject>,
 ) -> Result<CallToolResult, Fault> {
+    let RequestScope { shared, view, .. } = scope;
     let args: DescribeArgs = parse_arguments(DESCRIBE, arguments)?;
     if !(1..=MAX_DESCRIBED_TOOLS).contains(&args.names.len()) {
         let message = format!("names must be 1 to {MAX_DESCRIBED_TOOLS} names");
@@ -127,13 +130,27 @@ fn describe(
     let mut described = Vec::new();
     for name in &args.names {
         let entry = shared.engine.registry().listed_tool(&view.caller, name).map_err(into_fault)?;
-        let tool = definition::to_mcp_tool(&entry.shown_definition());
+        let mut tool = definition::to_mcp_tool(&entry.shown_definition());
+        if let Some(tool) = &mut tool {
+            tool.name = callable_name(scope, &tool.name).into();
+        }
         described.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
     }
     let value = json!({ "tools": described });
     let mut result = CallToolResult::success(vec![ContentBlock::text(value.to_string())]);
     result.structured_content = Some(value);
     Ok(result)
+}
+
+/// Returns a tool's name in the form that the MCP client sees, or Toolcrib's name if that form does
+/// not identify the tool.
+fn callable_name(scope: RequestScope<'_>, name: &str) -> String {
+    let RequestScope { shared, view, .. } = scope;
+    let listed = listed_name(name, scope.name_form());
+    match shared.engine.registry().tool(&view.caller, &listed) {
+        Ok(entry) if entry.definition.name == name => listed,
+        _ => name.to_owned(),
+    }
 }
 
 /// Returns the first line, truncated to [`MAX_SUMMARY_CHARS`].
@@ -201,7 +218,8 @@ async fn call_result(
         true => tool_result::ended_call_result(&call, &format, shared.settings.result_tokens).await,
         false => {
             let link = call.pending_approval().map(|id| shared.engine.approvals().link(id));
-            tool_result::pending_result(&call, &format, link.as_deref())
+            let helper = listed_name(CALL_RESULT, scope.name_form());
+            tool_result::pending_result(&call, &format, &helper, link.as_deref())
         }
     };
     Ok(CallToolResponse::Complete(result))

@@ -26,9 +26,14 @@ use super::tasks;
 use crate::delivery::ResponseDeliveries;
 use crate::mcp::call_stream::{CallStoredSignal, StreamId, StreamWaiter, StreamedCall};
 use crate::mcp::duplicate_keys;
-use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts};
+use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts, passthrough_meta};
 use crate::mcp::state::RequestScope;
+use crate::mcp::tool_list::builtin_tools::CALL_RESULT;
+use crate::mcp::tool_list::listed_name;
 use crate::mcp::tool_result::{self, ResultFormat};
+
+/// Maximum size of the metadata that is passed on to the tool's executor.
+const MAX_META_BYTES: usize = 16 << 10;
 
 /// The way in which the MCP client discovered the tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,7 +68,13 @@ pub(crate) async fn call_tool(
         let error = duplicate_key_error(&params.name, duplicate);
         return tool_result::refused_call_result(error, &format).map(CallToolResponse::Complete);
     }
-    let invocation = to_call_request(params, &context.meta.0)?;
+    let mut invocation = to_call_request(params, &context.meta.0)?;
+    let meta = passthrough_meta(&context.meta).map(|meta| Json::from_value(&meta.0.0.into()));
+    if meta.as_ref().is_some_and(|meta| meta.text().len() > MAX_META_BYTES) {
+        let message = format!("_meta must have at most {MAX_META_BYTES} bytes");
+        return Err(ErrorData::invalid_params(message, None));
+    }
+    invocation.meta = meta;
     let ticket = match shared.engine.calls().invoke(&view.caller, invocation).await {
         Ok(ticket) => ticket,
         Err(error) => {
@@ -162,6 +173,7 @@ fn to_call_request(
         callback_url: None,
         answers: params.input_responses.map(elicitation::parse_answers).transpose()?,
         rejoin: flag("rejoin")?.unwrap_or(true),
+        meta: None,
     })
 }
 
@@ -221,9 +233,10 @@ impl<'a> ToolCallWaiter<'a> {
             self.open_stream(&ticket.call, discovery);
         }
         let (engine, caller, settings) = (&shared.engine, &view.caller, &shared.settings);
-        let wait_ms = match self.client.supports_tasks() {
-            true => settings.task_after_ms,
-            false => settings.wait_ms,
+        let wait_ms = match (view.wait_ms, self.client.supports_tasks()) {
+            (Some(chosen), _) => chosen.min(settings.max_wait_ms),
+            (None, true) => settings.task_after_ms,
+            (None, false) => settings.wait_ms,
         };
         let wait = Duration::from_millis(wait_ms);
         let mut until = tokio::time::Instant::now() + wait;
@@ -438,7 +451,9 @@ impl<'a> ToolCallWaiter<'a> {
             }
         }
         let link = call.pending_approval().map(|id| shared.engine.approvals().link(id));
-        CallToolResponse::Complete(tool_result::pending_result(call, &self.format, link.as_deref()))
+        let helper = listed_name(CALL_RESULT, self.scope.name_form());
+        let result = tool_result::pending_result(call, &self.format, &helper, link.as_deref());
+        CallToolResponse::Complete(result)
     }
 
     fn task_response(&self, call: &Call) -> CallToolResponse {

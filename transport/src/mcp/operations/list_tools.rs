@@ -27,16 +27,16 @@ pub(crate) fn list_tools(
         true => shared.tool_lists.for_catalogue(),
         false => shared.tool_lists.for_caller(&shared.engine, &view.caller),
     };
-    let (prefix, size) = (view.prefix(), shared.settings.page_size);
+    let (prefix, size, form) = (view.prefix(), shared.settings.page_size, scope.name_form());
     let parts = http_parts(&context.extensions);
     let splice = parts.and_then(|parts| parts.extensions.get::<ToolListSplice>());
     let (tools, more) = match splice {
         Some(splice) if revision == ProtocolRevision::Modern && prefix.is_none() => {
-            let (text, more) = list.page_text(after, size);
+            let (text, more) = list.page_text(after, size, form);
             splice.set_tools(text);
             (Vec::new(), more)
         }
-        _ => list.page(after, size, revision, prefix.as_deref()),
+        _ => list.page(after, size, revision, form, prefix.as_deref()),
     };
     let mut result = ListToolsResult::with_all_items(tools);
     result.next_cursor = more.map(|name| cursor_after(&name));

@@ -1,25 +1,35 @@
 //! Notifies MCP clients of changes to their tool list and to passthrough resources and prompts.
 //!
-//! A `subscriptions/listen` stream receives the changes that it subscribed to; a legacy session
-//! receives those that its revision defines. A caller is notified of a tool list change only if
-//! that caller's own list differs from before.
+//! A `subscriptions/listen` stream receives the changes that it subscribed to, and the states of
+//! the tasks that it names; a legacy session receives those that its revision defines. A caller is
+//! notified of a tool list change only if that caller's own list differs from before.
 
+// Logging belongs to the legacy revisions, whose clients still use it.
+#![allow(deprecated)]
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use futures::FutureExt;
+use futures::future::join_all;
 use parking_lot::Mutex;
 use rmcp::model::{
+    ClientCapabilities, LoggingLevel, LoggingMessageNotification, NotificationMetaObject,
     PromptListChangedNotification, ResourceListChangedNotification, ResourceUpdatedNotification,
     ResourceUpdatedNotificationParam, ServerNotification, SubscriptionFilter,
-    ToolListChangedNotification,
+    TaskStatusNotification, TaskStatusNotificationParams, ToolListChangedNotification,
 };
 use rmcp::service::{Peer, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer};
+use serde_json::Value;
+use toolcrib::CallId;
+use toolcrib::calls::Until;
 
+use super::tasks;
 use crate::mcp::passthrough::{PassthroughChange, PassthroughChangeKind, PassthroughChangeStream};
-use crate::mcp::request::CallerView;
+use crate::mcp::request::{CallerView, http_parts};
 use crate::mcp::state::{LegacySessionState, MAX_RESOURCE_SUBSCRIPTIONS, McpTransportState};
+use crate::mcp::task_subscription::TaskSubscription;
 use crate::mcp::tool_list::CallerToolList;
 
 /// Returns the part of a requested filter that is granted: all of it, up to the limit of resources.
@@ -83,13 +93,26 @@ async fn next_passthrough_change(
     }
 }
 
-fn to_notification(changed: PassthroughChangeKind) -> ServerNotification {
-    match changed {
+/// Returns the notification of a change, or `None` for one that cannot be written.
+fn to_notification(changed: PassthroughChangeKind) -> Option<ServerNotification> {
+    Some(match changed {
+        PassthroughChangeKind::Log(message) => {
+            LoggingMessageNotification::new(serde_json::from_value(message).ok()?).into()
+        }
         PassthroughChangeKind::PromptList => PromptListChangedNotification::default().into(),
         PassthroughChangeKind::ResourceList => ResourceListChangedNotification::default().into(),
         PassthroughChangeKind::ResourceContent(uri) => {
             ResourceUpdatedNotification::new(ResourceUpdatedNotificationParam::new(uri)).into()
         }
+    })
+}
+
+/// Returns whether a session that set this level receives a log message.
+fn passes_level(message: &Value, level: Option<LoggingLevel>) -> bool {
+    let written = message.get("level").cloned().map(serde_json::from_value::<LoggingLevel>);
+    match (written, level) {
+        (Some(Ok(written)), Some(level)) => written as u8 >= level as u8,
+        _ => false,
     }
 }
 
@@ -100,11 +123,29 @@ pub(crate) async fn listen(
     view: &CallerView,
     subscription: SubscriptionContext,
 ) -> Result<(), ErrorData> {
+    let tasks = http_parts(&subscription.request_context().extensions)
+        .and_then(|parts| parts.extensions.get::<TaskSubscription>())
+        .cloned();
+    let client = subscription.request_context().client_capabilities().unwrap_or_default();
+    if tasks.is_some() && !client.supports_tasks() {
+        let needed = ClientCapabilities::builder().enable_tasks().build();
+        return Err(ErrorData::missing_required_client_capability(needed));
+    }
+    let resources = subscription.accepted().resource_subscriptions.clone().unwrap_or_default();
+    let source = view.source.as_deref();
+    let subscribing = resources
+        .iter()
+        .map(|uri| shared.passthrough.subscribe_resource(&view.caller, source, uri));
+    // An MCP server that refuses sends no updates of this resource.
+    drop(join_all(subscribing).await);
+    let following_tasks = follow_tasks(shared, view, &subscription, &client, tasks);
+    let mut following_tasks = std::pin::pin!(following_tasks.fuse());
     let mut following = McpChangeListener::new(shared);
     let mut last_list = shared.tool_lists.for_caller(&shared.engine, &view.caller);
     loop {
         let event = tokio::select! {
             () = subscription.cancelled() => return Ok(()),
+            () = &mut following_tasks => continue,
             event = following.next() => event,
         };
         if !is_authorized(shared, view) {
@@ -123,10 +164,65 @@ pub(crate) async fn listen(
             {
                 continue;
             }
-            McpChangeEvent::PassthroughChanged(change) => to_notification(change.kind),
+            McpChangeEvent::PassthroughChanged(change) => match to_notification(change.kind) {
+                Some(notification) => notification,
+                None => continue,
+            },
         };
         // The sink drops notifications that the MCP client did not subscribe to.
         let _ = subscription.sink().send(notification).await;
+    }
+}
+
+/// Sends the state of each task of a subscription, now and whenever it changes, until the task has
+/// ended.
+async fn follow_tasks(
+    shared: &Arc<McpTransportState>,
+    view: &CallerView,
+    subscription: &SubscriptionContext,
+    client: &ClientCapabilities,
+    tasks: Option<TaskSubscription>,
+) {
+    let ids = tasks.iter().flat_map(|tasks| tasks.0.iter());
+    join_all(ids.map(|id| follow_task(shared, view, subscription, client, id))).await;
+}
+
+async fn follow_task(
+    shared: &Arc<McpTransportState>,
+    view: &CallerView,
+    subscription: &SubscriptionContext,
+    client: &ClientCapabilities,
+    id: &str,
+) {
+    let context = subscription.request_context();
+    // A task that the caller cannot see has no state to send.
+    let Ok(call_id) = id.parse::<CallId>() else { return };
+    let mut last_sent = None;
+    loop {
+        let Ok(call) = shared.engine.calls().call(&view.caller, &call_id).await else { return };
+        let Ok(task) = tasks::get_task(shared, view, client, id).await else { return };
+        if !is_authorized(shared, view) {
+            return;
+        }
+        if last_sent.as_ref() != Some(&task) {
+            let params = TaskStatusNotificationParams::new(task.clone());
+            let mut notification = TaskStatusNotification::new(params);
+            let mut meta = NotificationMetaObject::new();
+            meta.set_subscription_id(context.id.clone());
+            notification.extensions.insert(meta);
+            let notification = ServerNotification::TaskStatusNotification(notification);
+            if context.peer.send_notification(notification).await.is_err() {
+                return;
+            }
+            last_sent = Some(task);
+        }
+        if call.status.is_terminal() || shared.engine.is_draining() {
+            return;
+        }
+        let until = Until::ChangedSince { version: call.version, within_ms: u64::MAX };
+        if shared.engine.calls().wait(&view.caller, &call_id, until).await.is_err() {
+            return;
+        }
     }
 }
 
@@ -233,9 +329,11 @@ impl LegacySessions {
                     kind: PassthroughChangeKind::ResourceContent(uri),
                     ..
                 }) if !session.session.is_subscribed(uri) => None,
-                McpChangeEvent::PassthroughChanged(change) => {
-                    Some(to_notification(change.kind.clone()))
-                }
+                McpChangeEvent::PassthroughChanged(PassthroughChange {
+                    kind: PassthroughChangeKind::Log(message),
+                    ..
+                }) if !passes_level(message, session.session.level()) => None,
+                McpChangeEvent::PassthroughChanged(change) => to_notification(change.kind.clone()),
             };
             notification.map(|notification| (session.peer.clone(), notification))
         });

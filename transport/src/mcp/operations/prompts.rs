@@ -56,5 +56,9 @@ pub(crate) async fn complete(
     if let Reference::Prompt(prompt) = &mut params.r#ref {
         prompt.name = view.qualified_name(&prompt.name);
     }
-    shared.passthrough.complete(&view.caller, view.source.as_deref(), params).await
+    let source = view.source.as_deref();
+    let mut completed = shared.passthrough.complete(&view.caller, source, params).await?;
+    // An upstream of a legacy revision leaves it out.
+    completed.result_type = Some(ResultType::COMPLETE);
+    Ok(completed)
 }

@@ -11,8 +11,11 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use toolcrib::Json;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::MCP_HELPER_TOOLS;
+use toolcrib::registry::name_for_model;
+use toolcrib::schema::to_portable_schema;
 
 /// Returns the result of a call that had not ended when its MCP client got a response.
 pub(crate) const CALL_RESULT: &str = MCP_HELPER_TOOLS[0];
@@ -22,6 +25,11 @@ pub(crate) const SEARCH: &str = MCP_HELPER_TOOLS[1];
 pub(crate) const DESCRIBE: &str = MCP_HELPER_TOOLS[2];
 /// Calls a tool by name.
 pub(crate) const CALL: &str = MCP_HELPER_TOOLS[3];
+
+/// Returns the built-in tool that an MCP client calls by this name, in either form.
+pub(crate) fn helper_name(name: &str) -> Option<&'static str> {
+    MCP_HELPER_TOOLS.into_iter().find(|helper| *helper == name || name_for_model(helper) == name)
+}
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -98,7 +106,8 @@ pub(super) fn catalogue() -> Vec<Tool> {
 
 /// Returns the definition of a built-in tool that only reads.
 fn read_only_tool<A: JsonSchema>(name: &'static str, title: &str, text: &'static str) -> Tool {
-    let schema = match schemars::schema_for!(A).to_value() {
+    let schema = Json::from_value(&schemars::schema_for!(A).to_value());
+    let schema = match to_portable_schema(&schema).to_value() {
         Value::Object(schema) => schema,
         _ => JsonObject::new(),
     };

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use rmcp::model::{JsonObject, MetaObject, Tool, ToolAnnotations};
 use serde_json::Value;
+use toolcrib::schema::to_portable_schema;
 use toolcrib::{Effect, Risk, ToolDefinition};
 
 use crate::mcp::request::ProtocolRevision;
@@ -11,27 +12,30 @@ use crate::mcp::request::ProtocolRevision;
 /// Returns the MCP form of a definition, or `None` if its arguments cannot be an object: MCP cannot
 /// call such a tool.
 pub(crate) fn to_mcp_tool(definition: &ToolDefinition) -> Option<Tool> {
-    let Value::Object(mut input) = definition.input_schema.to_value() else { return None };
+    let schema = to_portable_schema(&definition.input_schema);
+    let Value::Object(mut input) = schema.to_value() else { return None };
     match input.get("type") {
         None => drop(input.insert("type".to_owned(), "object".into())),
         Some(kind) if kind == "object" => {}
         Some(_) => return None,
     }
+    let metadata = definition.metadata.as_ref().map(|metadata| metadata.to_value());
+    let metadata = metadata.unwrap_or_default();
     let mut tool =
         Tool::new(definition.name.clone(), definition.description.clone(), Arc::new(input))
-            .with_title(title(definition))
-            .with_annotations(annotations(definition.effect, definition.risk))
-            .with_meta(tool_meta(definition));
-    if let Some(Value::Object(output)) = definition.output_schema.as_ref().map(|s| s.to_value()) {
+            .with_title(title(definition, &metadata))
+            .with_annotations(annotations(definition.effect, definition.risk, &metadata))
+            .with_meta(tool_meta(definition, &metadata));
+    let output = definition.output_schema.as_ref().map(to_portable_schema);
+    if let Some(Value::Object(output)) = output.map(|schema| schema.to_value()) {
         tool = tool.with_raw_output_schema(Arc::new(output));
     }
     Some(tool)
 }
 
 /// Returns the title in the tool's metadata, or its name as words.
-fn title(definition: &ToolDefinition) -> String {
-    let metadata = definition.metadata.as_ref().map(|metadata| metadata.to_value());
-    let title = metadata.as_ref().and_then(|metadata| metadata.get("title")?.as_str());
+fn title(definition: &ToolDefinition, metadata: &Value) -> String {
+    let title = metadata.get("title").and_then(Value::as_str);
     if let Some(title) = title.filter(|title| !title.trim().is_empty()) {
         return title.to_owned();
     }
@@ -42,17 +46,21 @@ fn title(definition: &ToolDefinition) -> String {
     chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }
 
-/// Returns hints for the MCP client. They reflect the definition and guarantee nothing.
-fn annotations(effect: Effect, risk: Risk) -> ToolAnnotations {
+/// Returns hints for the MCP client. They reflect the definition and guarantee nothing. The hint
+/// that a tool reaches the outside world is the upstream's own.
+fn annotations(effect: Effect, risk: Risk, metadata: &Value) -> ToolAnnotations {
     let destructive = match effect {
         Effect::Read => false,
         Effect::Idempotent => risk >= Risk::High,
         Effect::Irreversible => risk > Risk::Low,
     };
-    ToolAnnotations::new()
+    let mut hints = ToolAnnotations::new()
         .read_only(effect == Effect::Read)
         .destructive(destructive)
-        .idempotent(effect != Effect::Irreversible)
+        .idempotent(effect != Effect::Irreversible);
+    hints.open_world_hint =
+        metadata.pointer("/mcp/annotations/openWorldHint").and_then(Value::as_bool);
+    hints
 }
 
 /// Returns the injection flags of a tool's description, if any.
@@ -63,9 +71,12 @@ pub(crate) fn injection_flags(definition: &ToolDefinition) -> Option<Value> {
     flagged.then(|| metadata.to_value().get("flags").cloned()).flatten()
 }
 
-/// Returns the properties for which MCP has no field.
-fn tool_meta(definition: &ToolDefinition) -> MetaObject {
-    let mut facts = JsonObject::new();
+/// Returns the upstream's own `_meta`, and the properties for which MCP has no field.
+fn tool_meta(definition: &ToolDefinition, metadata: &Value) -> MetaObject {
+    let upstream = metadata.pointer("/mcp/meta").and_then(Value::as_object);
+    let mut facts: JsonObject = upstream.cloned().unwrap_or_default();
+    // Only Toolcrib itself describes tools with these names.
+    facts.retain(|name, _| !name.starts_with("toolcrib/"));
     facts.insert("toolcrib/effect".to_owned(), definition.effect.as_str().into());
     facts.insert("toolcrib/risk".to_owned(), definition.risk.as_str().into());
     if let Some(flags) = injection_flags(definition) {
@@ -79,8 +90,7 @@ fn tool_meta(definition: &ToolDefinition) -> MetaObject {
 
 /// Returns the tool as this revision can describe it: legacy revisions allow only objects as
 /// structured results.
-pub(super) fn adapt_to_revision(tool: &Tool, revision: ProtocolRevision) -> Tool {
-    let mut tool = tool.clone();
+pub(super) fn adapt_to_revision(mut tool: Tool, revision: ProtocolRevision) -> Tool {
     let is_object =
         |schema: &Arc<JsonObject>| schema.get("type").is_some_and(|kind| kind == "object");
     if revision == ProtocolRevision::Legacy && !tool.output_schema.as_ref().is_some_and(is_object) {

@@ -8,7 +8,7 @@
 import { createRequire } from 'node:module';
 import { pathToFileURL } from 'node:url';
 
-const TOOL = 'pay.once';
+const TOOL = 'pay__once';
 const ARGUMENTS = { sum: 7 };
 const TIMEOUT = 120_000;
 

@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-TOOL = "pay.once"
+TOOL = "pay__once"
 ARGUMENTS = {"sum": 7}
 TIMEOUT = 120
 

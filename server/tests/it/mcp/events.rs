@@ -1,0 +1,153 @@
+//! MCP Events: listed, polled, and delivered to a verified URL; and the server card.
+
+use serde_json::{Value, json};
+
+use crate::support::Server;
+use crate::support::api::offer_with;
+use crate::support::mcp::Mcp;
+use crate::support::receiver::{Answer, KEY, Receiver};
+
+async fn event_server() -> Server {
+    Server::with(|config| config.webhooks.allow_private = true).await
+}
+
+fn occurrences(result: &Value) -> Vec<&str> {
+    let events = result["events"].as_array().unwrap();
+    events.iter().map(|event| event["data"]["tool_name"].as_str().unwrap_or_default()).collect()
+}
+
+#[tokio::test]
+async fn events_are_listed_and_polled_from_a_cursor() {
+    let server = event_server().await;
+    let api = server.api();
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        let listed = client.ask("events/list", json!({})).await.result();
+        let names: Vec<&str> = listed["events"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|event| event["name"].as_str().unwrap())
+            .collect();
+        assert_eq!(
+            names,
+            ["tool_call.ended", "approval.requested", "input.requested", "tools.changed"]
+        );
+        let poll = async |params: Value| client.ask("events/poll", params).await.result();
+        let start = poll(json!({ "name": "tool_call.ended" })).await;
+        assert_eq!((&start["events"], &start["hasMore"]), (&json!([]), &json!(false)), "{start}");
+        for expression in ["1", "2", "3"] {
+            let id = api.invoke("calculation.eval", json!({ "expression": expression })).await;
+            api.finished(&id).await;
+        }
+        let first = poll(json!({ "name": "tool_call.ended", "cursor": start["cursor"],
+            "maxEvents": 2 }))
+        .await;
+        assert_eq!(occurrences(&first), ["calculation.eval"; 2], "{first}");
+        assert_eq!(first["hasMore"], true);
+        let rest = poll(json!({ "name": "tool_call.ended", "cursor": first["cursor"] })).await;
+        assert_eq!(occurrences(&rest), ["calculation.eval"], "{rest}");
+        assert_eq!(rest["events"][0]["data"]["status"], "SUCCEEDED");
+        let none = poll(json!({ "name": "tool_call.ended", "cursor": start["cursor"],
+            "arguments": { "tool": "weather.*" } }))
+        .await;
+        assert_eq!(none["events"], json!([]), "{none}");
+        client.ask("events/poll", json!({ "name": "no.such" })).await.error(-32011);
+        let wrong = json!({ "name": "tool_call.ended", "arguments": { "city": "Ulm" } });
+        client.ask("events/poll", wrong).await.error(-32602);
+    }
+    let discovered = Mcp::modern(&api).ask("server/discover", json!({})).await.result();
+    assert!(discovered["capabilities"]["events"].is_object(), "{discovered}");
+    let changes = Mcp::modern(&api);
+    let start = changes.ask("events/poll", json!({ "name": "tools.changed" })).await.result();
+    api.register("pc_1", json!([offer_with("new.tool", json!({}))])).await;
+    let next = json!({ "name": "tools.changed", "cursor": start["cursor"] });
+    let next = changes.ask("events/poll", next).await.result();
+    assert_eq!(next["events"].as_array().unwrap().len(), 1, "{next}");
+}
+
+#[tokio::test]
+async fn a_verified_subscriber_gets_every_event_once_more_after_a_failure_and_a_restart() {
+    let server = event_server().await;
+    let root = server.keyed("default", "root", "admin", &[]).await;
+    let receiver = Receiver::answering([Answer::Code(503)]).await;
+    let client = Mcp::modern(&root);
+    let params = |url: &str| {
+        json!({ "name": "tool_call.ended", "arguments": { "tool": "calculation.*" },
+            "delivery": { "mode": "webhook", "url": url, "secret": KEY } })
+    };
+    let hooks = format!("{}/hooks", receiver.url);
+    let subscribed = client.ask("events/subscribe", params(&hooks)).await.result();
+    let id = subscribed["id"].as_str().unwrap().to_owned();
+    assert!(id.starts_with("sub_") && subscribed["refreshBefore"].is_string(), "{subscribed}");
+    let verification = &receiver.received(1).await[0];
+    assert_eq!(verification.json()["type"], "verification");
+    assert!(verification.is_signed_with(KEY));
+    let call = root.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
+    // The first attempt is refused, the second one accepted.
+    let messages = receiver.received(3).await;
+    for message in &messages[1..3] {
+        assert!(message.is_signed_with(KEY), "{message:?}");
+        assert_eq!(message.header("x-mcp-subscription-id"), id);
+        let event = message.json();
+        assert_eq!(message.header("webhook-id"), event["eventId"].as_str().unwrap());
+        assert_eq!(event["name"], "tool_call.ended");
+        assert_eq!(event["data"]["tool_call_id"], call.as_str(), "{event}");
+    }
+    // A refresh is the same subscription, and is not verified again.
+    let refreshed = client.ask("events/subscribe", params(&hooks)).await.result();
+    assert_eq!(refreshed["id"], id.as_str());
+    assert_eq!(refreshed["deliveryStatus"]["active"], true, "{refreshed}");
+    // The next process continues it without a request.
+    let secret = root.secret().unwrap().to_owned();
+    let server = server.restart().await;
+    let root = server.with_key(&secret);
+    let later = root.invoke("calculation.eval", json!({ "expression": "7*7" })).await;
+    let messages = receiver.received(4).await;
+    assert_eq!(messages[3].json()["data"]["tool_call_id"], later.as_str(), "{messages:?}");
+    let client = Mcp::modern(&root);
+    client.ask("events/unsubscribe", params(&hooks)).await.result();
+    client.ask("events/unsubscribe", params(&hooks)).await.error(-32011);
+}
+
+#[tokio::test]
+async fn a_subscription_needs_credentials_a_secret_and_a_url_that_confirms() {
+    let server = event_server().await;
+    let receiver = Receiver::answering([]).await;
+    let params = |url: &str, secret: &str| json!({ "name": "tool_call.ended", "delivery": { "url": url, "secret": secret } });
+    let anonymous = Mcp::modern(&server.api());
+    anonymous.ask("events/subscribe", params(&receiver.url, KEY)).await.error(-32012);
+    let root = server.keyed("default", "root", "admin", &[]).await;
+    let client = Mcp::modern(&root);
+    client.ask("events/subscribe", params(&receiver.url, "whsec_c2hvcnQ=")).await.error(-32602);
+    client.ask("events/subscribe", params("ftp://example.com", KEY)).await.error(-32602);
+    client.ask("events/subscribe", params("http://example.com/a", KEY)).await.error(-32602);
+    let mute = format!("{}/mute", receiver.url);
+    let error = client.ask("events/subscribe", params(&mute, KEY)).await.error(-32015);
+    assert_eq!(error["data"]["reason"], "challenge_failed", "{error}");
+    let gone = "http://127.0.0.1:9/hooks";
+    let error = client.ask("events/subscribe", params(gone, KEY)).await.error(-32015);
+    assert_eq!(error["data"]["reason"], "connection_refused", "{error}");
+    let mut push = params(&receiver.url, KEY);
+    push["delivery"]["mode"] = "push".into();
+    client.ask("events/subscribe", push).await.error(-32014);
+}
+
+#[tokio::test]
+async fn the_server_card_is_public() {
+    let server = Server::start().await;
+    server.keyed("default", "root", "admin", &[]).await;
+    let api = server.api();
+    for path in ["/.well-known/mcp/server-card.json", "/mcp/server-card"] {
+        let reply = api.get(path).await;
+        assert_eq!(reply.header("content-type"), Some("application/mcp-server-card+json"));
+        assert_eq!(reply.header("access-control-allow-origin"), Some("*"));
+        let card = reply.is(200);
+        assert_eq!(card["remotes"][0]["type"], "streamable-http", "{card}");
+        let url = card["remotes"][0]["url"].as_str().unwrap();
+        assert!(url.starts_with("http://127.0.0.1:") && url.ends_with("/mcp"), "{url}");
+        assert_eq!(card["remotes"][0]["headers"][0]["name"], "Authorization", "{card}");
+    }
+    let catalog = api.get("/.well-known/mcp/catalog.json").await.is(200);
+    let entry = &catalog["entries"][0];
+    assert!(entry["url"].as_str().unwrap().ends_with("/mcp/server-card"), "{catalog}");
+}
