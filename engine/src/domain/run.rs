@@ -5,6 +5,7 @@
 
 pub mod options;
 pub mod progress;
+pub mod tool_mode;
 use std::str::FromStr;
 use std::sync::Arc;
 

@@ -168,7 +168,8 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         chosen.model.as_ref(),
         &options,
         &event_sink,
-    )?;
+    )?
+    .for_stored_run();
     let conversation = Conversation { messages, progress: run.progress };
     let journaled_count = conversation.messages.len();
     let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
@@ -210,6 +211,10 @@ fn record_loop_event(
         LoopEvent::CallAnswered { settled, .. } => {
             uncommitted.lock().calls.push(settled_call_json(settled))
         }
+        LoopEvent::ToolsFound { call, tools, .. } => uncommitted.lock().calls.push(json!({
+            "call_id": call.id, "tool_call_id": null, "name": call.name, "status": "SUCCEEDED",
+            "ok": true, "digested": false, "error": null, "tools": tools,
+        })),
         LoopEvent::LateResult { call, .. } => uncommitted.lock().late_results.push(json!({
             "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
         })),
@@ -408,14 +413,29 @@ impl RunTransition {
                     .collect();
                 JournalRecord::new(JournalKind::Waiting, now_ms, json!({ "calls": calls }))
             }
-            Self::Answered(answer) => {
-                (run.status, run.ended_ms) = (RunStatus::Succeeded, Some(now_ms));
-                let data = json!({
+            Self::Answered(mut answer) => {
+                run.ended_ms = Some(now_ms);
+                let failure = run.progress.describe_total_failure();
+                (run.status, run.error) = match &failure {
+                    None => (RunStatus::Succeeded, None),
+                    Some(message) => {
+                        let fault = Fault::new(Code::RuntimeError, message.clone());
+                        (RunStatus::Failed, Some(RunError::from(&fault.retryable(true))))
+                    }
+                };
+                if let Some(message) = &failure {
+                    answer.append_note(message, &run.options.settings);
+                }
+                let mut data = json!({
                     "answer": answer.text, "limit": answer.stop_reason, "stopped": answer.finish_reason,
                     "usage": run.progress.usage, "steps": run.progress.steps,
                     "calls": run.progress.calls,
                 });
                 run.answer = Some(answer);
+                if let Some(error) = &run.error {
+                    data["error"] = json!(error);
+                    return JournalRecord::new(JournalKind::Failed, now_ms, data);
+                }
                 JournalRecord::new(JournalKind::Finished, now_ms, data)
             }
         }

@@ -1,10 +1,12 @@
 //! Streams a run: its stored events in order, and its live deltas.
 
+use crate::domain::call::Status;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
 use crate::domain::run::{JournalEntry, RunEvent, dedup_replies};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
+use crate::ports::store::CallFilter;
 use crate::runs::Runs;
 use crate::runs::subscribers::RunSubscription;
 
@@ -55,17 +57,47 @@ impl Runs {
         after: u64,
         limit: usize,
     ) -> Result<Vec<RunEvent>, Error> {
+        self.read_run_events(caller, run_id, after, limit, /*ends_when_idle*/ false).await
+    }
+
+    /// Returns events as [`Runs::run_events`] does. A run id that only groups calls ends too: when
+    /// it has no open call, and no conversation of OpenAI's API is in progress under it.
+    pub async fn run_events_until_idle(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<RunEvent>, Error> {
+        self.read_run_events(caller, run_id, after, limit, /*ends_when_idle*/ true).await
+    }
+
+    async fn read_run_events(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        mut after: u64,
+        limit: usize,
+        ends_when_idle: bool,
+    ) -> Result<Vec<RunEvent>, Error> {
         let (project, run) = (caller.project.clone(), run_id.to_owned());
         let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run });
         let loops = self.core.store.runs();
-        let (mut after, catalog) = (after, self.registry.catalog());
+        let catalog = self.registry.catalog();
         let is_readable =
             catalog.may_read_all_calls(caller) || self.is_run_readable(caller, run_id).await?;
         loop {
             let active_run = self.is_run_active(caller, run_id);
-            let has_ended = is_readable && !active_run && {
-                let found = loops.run(&caller.project, run_id).await.map_err(from_store_error)?;
-                found.is_some_and(|run| run.status.is_terminal())
+            let found = match is_readable && !active_run {
+                true => loops.run(&caller.project, run_id).await.map_err(from_store_error)?,
+                false => None,
+            };
+            let has_ended = match found {
+                Some(run) => run.status.is_terminal(),
+                // To a caller that may not read a run, it is a run id that groups calls.
+                None => {
+                    ends_when_idle && !active_run && self.is_idle(&caller.project, run_id).await?
+                }
             };
             let read = loops.run_events(&caller.project, run_id, after, limit).await;
             let mut events = read.map_err(from_store_error)?;
@@ -89,5 +121,25 @@ impl Runs {
                 () = self.core.shutdown.cancelled() => {}
             }
         }
+    }
+
+    /// Returns whether a run id has neither an open call nor a conversation in progress.
+    async fn is_idle(&self, project: &str, run_id: &str) -> Result<bool, Error> {
+        if self.conversations.has_active(project, run_id) {
+            return Ok(false);
+        }
+        for status in [Status::Pending, Status::Running] {
+            let filter = CallFilter {
+                project: project.to_owned(),
+                run_id: Some(run_id.to_owned()),
+                status: Some(status),
+                limit: 1,
+                ..CallFilter::default()
+            };
+            if !self.core.store.calls(filter).await.map_err(from_store_error)?.is_empty() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }

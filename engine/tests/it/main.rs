@@ -25,5 +25,6 @@ mod speculative_reads;
 mod support;
 mod switches;
 mod tidy;
+mod tool_modes;
 mod turns;
 mod webhooks;

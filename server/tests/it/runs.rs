@@ -5,6 +5,7 @@ mod crash;
 mod faults;
 mod late;
 mod streaming;
+mod tools;
 
 use serde_json::{Value, json};
 use toolcrib_bench::model::{

@@ -1,8 +1,8 @@
 //! The driver of the agent loop: runs step after step over one conversation.
 
-use std::sync::Arc;
+mod run_state;
 
-use serde_json::Value;
+use std::sync::Arc;
 
 use super::{EventSink, LoopEvent, StepOutcome, ignore_events};
 use crate::domain::caller::Caller;
@@ -19,7 +19,8 @@ use crate::runs::agent_loop::execute::ExecutionPlan;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
 use crate::runs::agent_loop::resume::PriorResults;
-use crate::runs::agent_loop::tool_selection::ToolSelection;
+use crate::runs::agent_loop::tool_selection::{RequestTools, ToolSelection};
+use run_state::{RecordedCalls, RunState};
 
 /// Extra time for the last request after the time limit.
 const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
@@ -44,6 +45,8 @@ pub struct AgentLoop<'a> {
     pub(crate) allows_empty_reply: bool,
     /// The options with the idempotency prefix of [`AgentLoop::set_idempotency_prefix`].
     keyed_options: Option<Box<RunOptions>>,
+    /// The run's context, and the tools that were set for the run.
+    run_state: RunState,
 }
 
 impl Runs {
@@ -149,7 +152,8 @@ impl<'a> AgentLoop<'a> {
         event_sink: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let selection = ToolSelection::new(engine, caller, options);
+        let patterns = options.tools.as_deref();
+        let selection = ToolSelection::new(engine, caller, options, patterns, None);
         Ok(Self::with_tool_selection(engine, caller, model, options, event_sink, selection))
     }
 
@@ -171,6 +175,7 @@ impl<'a> AgentLoop<'a> {
             is_reply_resumed: false,
             allows_empty_reply: false,
             keyed_options: None,
+            run_state: RunState::new(engine, &options.run_id),
         }
     }
 
@@ -202,7 +207,7 @@ impl<'a> AgentLoop<'a> {
             return Ok(());
         }
         self.engine.registry.catalog().check_caller_is_on(self.caller)?;
-        self.refresh_tools();
+        self.refresh_run().await?;
         self.add_late_results(conversation).await?;
         let limits = &self.options.limits;
         if conversation.progress.stop_reason.is_none()
@@ -310,9 +315,11 @@ impl<'a> AgentLoop<'a> {
             let (text, finish_reason, stop_reason) = (reply.text, reply.finish_reason, None);
             return Ok(StepOutcome::Answered(FinalAnswer { text, finish_reason, stop_reason }));
         }
-        self.refresh_tools();
+        self.refresh_run().await?;
+        self.save_tool_selection().await?;
         let began_ms = self.engine.core.now_ms();
         let max_entries = self.engine.core.limits.max_batch_entries;
+        let step = conversation.progress.steps;
         let is_resumed = std::mem::take(&mut self.is_reply_resumed);
         let options = self.keyed_options.as_deref().unwrap_or(self.options);
         let prior_results = match is_resumed {
@@ -322,6 +329,8 @@ impl<'a> AgentLoop<'a> {
             }
             false => PriorResults::default(),
         };
+        let prior_results =
+            PriorResults { searches: self.search_tools(&reply, step).await?, ..prior_results };
         let plan = ExecutionPlan::new(
             &reply,
             &self.tool_selection,
@@ -332,9 +341,16 @@ impl<'a> AgentLoop<'a> {
         let caller_calls = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
-        let event_sink = self.event_sink;
-        let results =
-            plan.execute(self.engine, self.caller, options, &mut progress, event_sink).await?;
+        let recorded = RecordedCalls::default();
+        let event_sink = |event: LoopEvent<'_>| {
+            recorded.push(&event);
+            (self.event_sink)(event);
+        };
+        let mut results =
+            plan.execute(self.engine, self.caller, options, &mut progress, &event_sink).await?;
+        let caller_calls =
+            self.record_caller_calls(caller_calls, &reply, &mut progress, &mut results).await?;
+        self.record_results(recorded, &mut progress);
         (progress.pending_reply, progress.canceled) = (None, false);
         progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
         conversation.progress = progress;
@@ -378,7 +394,7 @@ impl<'a> AgentLoop<'a> {
         &mut self,
         conversation: &mut Conversation,
     ) -> Result<(), Error> {
-        let runs = &self.engine;
+        let runs = self.engine.clone();
         let topic = Topic::Run {
             project: self.caller.project.clone(),
             run_id: self.options.run_id.clone(),
@@ -404,7 +420,11 @@ impl<'a> AgentLoop<'a> {
     }
 
     /// Adds late results that have arrived to the conversation and returns their number.
-    pub async fn add_late_results(&self, conversation: &mut Conversation) -> Result<usize, Error> {
+    pub async fn add_late_results(
+        &mut self,
+        conversation: &mut Conversation,
+    ) -> Result<usize, Error> {
+        self.refresh_pending_calls(&conversation.progress).await?;
         let budget = self.options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let pending = &conversation.progress.pending_calls;
         let (ended, cost) = self.engine.render_late_results(self.caller, pending, budget).await?;
@@ -414,6 +434,7 @@ impl<'a> AgentLoop<'a> {
             let message = limits::late_message(&call, &content);
             (self.event_sink)(LoopEvent::LateResult { call: &call, message: &message });
             conversation.messages.push(message);
+            self.count_late_failure(&call, &mut conversation.progress);
             conversation
                 .progress
                 .pending_calls
@@ -449,19 +470,25 @@ impl<'a> AgentLoop<'a> {
         if last || (forced && conversation.progress.steps > conversation.progress.baseline.steps) {
             settings.remove("tool_choice");
         }
-        let tools: Vec<Value> = if last { Vec::new() } else { self.tool_selection.tools.clone() };
+        let RequestTools { tools, found_tools, tool_search, guidance } = match last {
+            true => RequestTools::default(),
+            false => self.tool_selection.request_tools(&conversation.messages),
+        };
         if tools.is_empty() {
             settings.remove("tool_choice");
             settings.remove("parallel_tool_calls");
         }
         let (model, messages) = (self.options.model.clone(), conversation.messages.clone());
-        ModelRequest { model, messages, tools, settings }
-    }
-
-    /// Refreshes the tool selection, because tools can change during a conversation.
-    fn refresh_tools(&mut self) {
-        if self.tool_selection.version != self.engine.registry.directory_version() {
-            self.tool_selection = ToolSelection::new(self.engine, self.caller, self.options);
+        let pending_state = self.pending_state(&conversation.progress);
+        ModelRequest {
+            model,
+            messages,
+            tools,
+            found_tools,
+            tool_search,
+            guidance,
+            pending_state,
+            settings,
         }
     }
 }

@@ -26,6 +26,8 @@ enum CallDisposition {
     Execute(usize),
     /// The caller executes it.
     CallerExecuted,
+    /// It was a tool search; answer the model with this content.
+    Found(String),
     /// Do not execute it; answer the model with this content.
     Reject { content: String, repeated: bool },
 }
@@ -76,6 +78,8 @@ impl<'a> ExecutionPlan<'a> {
                     content: limits::repeated_call_content(call, limits),
                     repeated: true,
                 }
+            } else if let Some(content) = before.searches.get(&index) {
+                CallDisposition::Found(content.clone())
             } else if let Some(tool) = offer.tool(&call.name) {
                 match has_capacity {
                     true => execute(tool),
@@ -128,6 +132,10 @@ impl<'a> ExecutionPlan<'a> {
         for ((call, fate), fingerprint) in planned {
             let message = match fate {
                 CallDisposition::CallerExecuted => continue,
+                CallDisposition::Found(content) => {
+                    limits::count_repeat(progress, fingerprint, limits::content_hash(&content));
+                    limits::tool_message(&call.id, &content)
+                }
                 CallDisposition::Reject { content, repeated: again } => {
                     failed += 1;
                     repeated += usize::from(again);
@@ -217,7 +225,7 @@ fn record_call(
 }
 
 /// Converts a call that ended late to a batch entry result.
-fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
+pub(super) fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
     BatchEntryResult {
         form: CallFormat::OpenAi,
         call_id: Some(pending.call_id.clone()),

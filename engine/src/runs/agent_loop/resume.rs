@@ -18,6 +18,8 @@ use crate::runs::agent_loop::limits::idempotency_key;
 pub(super) struct PriorResults {
     /// Content of each call that was made before, by its index in the reply.
     pub(super) contents: HashMap<usize, String>,
+    /// Content of each tool search, by its index in the reply.
+    pub(super) searches: HashMap<usize, String>,
 }
 
 impl PriorResults {
@@ -57,6 +59,6 @@ impl PriorResults {
         for (call, content) in ended {
             contents.extend(indexes.get(&call.tool_call_id).map(|index| (*index, content)));
         }
-        Ok(Self { contents })
+        Ok(Self { contents, searches: HashMap::new() })
     }
 }

@@ -19,9 +19,11 @@ use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
-use toolcrib::domain::run::progress::Conversation;
+use toolcrib::domain::run::progress::{Conversation, FinalAnswer};
 use toolcrib::ports::model::{Delta, ResolvedModel};
-use toolcrib::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome, check_messages};
+use toolcrib::runs::agent_loop::{
+    AgentLoop, LoopEvent, StepOutcome, check_messages, check_pinned_tools,
+};
 use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
 use toolcrib::{Caller, Engine};
 
@@ -165,6 +167,8 @@ impl OpenAiConversation {
         if let Some((field, reason)) = extras.policy.invalid_field(parallel, wait_ms) {
             return Err(invalid_field(&format!("toolcrib.policy.{field}"), reason));
         }
+        check_pinned_tools(extras.tool_mode, extras.pinned_tools.as_deref())
+            .map_err(prefix_pointer)?;
         let Input { instructions, messages, tools } = input;
         check_tools(&tools)?;
         check_messages(&messages)?;
@@ -179,6 +183,8 @@ impl OpenAiConversation {
         let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
         let options = RunOptions {
             tools: extras.tools,
+            tool_mode: extras.tool_mode,
+            pinned_tools: extras.pinned_tools,
             caller_tools: tools,
             settings: fields.0,
             limits: extras.limits,
@@ -296,32 +302,31 @@ impl OpenAiConversation {
         let next =
             run_steps(&mut agent_loop, &mut self.conversation, self.wait, &checkpoints).await?;
         drop(agent_loop);
-        let (text, calls, finish_reason, limit) = match next {
-            StepOutcome::Answered(answer) => (
-                answer.text,
-                Vec::new(),
-                answer.finish_reason,
-                answer.stop_reason.map(|reason| reason.as_str()),
-            ),
+        let mut metadata = json!({ "run_id": self.options.run_id, "limit_reached": null });
+        let (text, calls, finish_reason) = match next {
+            StepOutcome::Answered(answer) => {
+                let answer = self.complete_answer(answer, &mut metadata);
+                (answer.text, Vec::new(), answer.finish_reason)
+            }
             StepOutcome::CallerToolCalls(calls) => {
                 let calls = self.save_unseen_messages(calls).await?;
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 // A response that was cut off may contain calls with incomplete arguments.
                 let finish_reason = *finish_reason.lock();
-                (text, calls, finish_reason, None)
+                (text, calls, finish_reason)
             }
             StepOutcome::AwaitingResults | StepOutcome::Continue => {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 let still_running = || "It continues in the background.".to_owned();
                 let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
-                (text, Vec::new(), FinishReason::Stop, None)
+                (text, Vec::new(), FinishReason::Stop)
             }
         };
         deduplicator.lock().finish(&text);
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
-        let metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
-            "tool_calls": *call_summaries.lock(), "limit_reached": limit });
+        metadata["steps"] = progress.steps.into();
+        metadata["tool_calls"] = call_summaries.lock().clone().into();
         let messages = std::mem::take(&mut self.conversation.messages);
         let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
@@ -333,6 +338,19 @@ impl OpenAiConversation {
             metadata,
             conversation,
         })
+    }
+
+    /// Adds a note to the final answer if all calls failed. The metadata say so too, and name the
+    /// limit that was reached.
+    fn complete_answer(&self, mut answer: FinalAnswer, metadata: &mut Value) -> FinalAnswer {
+        if let Some(limit) = answer.stop_reason {
+            metadata["limit_reached"] = limit.as_str().into();
+        }
+        if let Some(failure) = self.conversation.progress.describe_total_failure() {
+            answer.append_note(&failure, &self.options.settings);
+            metadata["failure"] = failure.into();
+        }
+        answer
     }
 
     /// Saves the messages that the caller does not see, if there are any, and gives the returned
@@ -450,7 +468,11 @@ fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
     let texts = messages.iter().filter(|message| message["role"] == "assistant");
     let texts = texts.filter_map(|message| message["content"].as_str());
     let mut texts: Vec<String> = texts.filter(|t| !t.is_empty()).map(str::to_owned).collect();
-    if !last.is_empty() && texts.last().is_none_or(|text| text != last) {
+    // The last text may have a note at its end that the conversation does not have.
+    if texts.last().is_some_and(|text| last.starts_with(text.as_str())) {
+        texts.pop();
+    }
+    if !last.is_empty() {
         texts.push(last.to_owned());
     }
     texts
