@@ -132,9 +132,10 @@ pub struct RunProgress {
     /// Tool and error of the last call that failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_failure: Option<String>,
-    /// True if a call since the last user message was canceled: it did not fail by itself.
+    /// True if a call since the last user message was canceled or not permitted: its tool did not
+    /// fail.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub has_canceled_call: bool,
+    pub has_withheld_call: bool,
 }
 
 impl RunProgress {
@@ -154,7 +155,7 @@ impl RunProgress {
     pub fn describe_total_failure(&self) -> Option<String> {
         let calls = self.calls.saturating_sub(self.baseline.calls);
         let failed = self.failed_calls.saturating_sub(self.baseline.failed_calls);
-        if calls == 0 || failed != calls || self.has_canceled_call {
+        if calls == 0 || failed != calls || self.has_withheld_call {
             return None;
         }
         let subject = match calls {
@@ -172,7 +173,7 @@ impl RunProgress {
     pub(crate) fn reset_baseline(&mut self) {
         self.baseline = self.usage_so_far();
         (self.repeated_steps, self.failed_steps) = (0, 0);
-        (self.last_failure, self.has_canceled_call) = (None, false);
+        (self.last_failure, self.has_withheld_call) = (None, false);
         if self.pending_reply.is_none() {
             self.stop_reason = None;
         }

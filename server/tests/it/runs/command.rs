@@ -22,6 +22,16 @@ async fn run_command(server: &Server, arguments: &[&str]) -> (i32, String, Strin
     (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
 }
 
+/// Runs the command against a server that this process has started.
+async fn run_against(address: &str, arguments: &[&str]) -> (i32, String, String) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+    command.args(["--server", &format!("http://{address}")]).args(arguments);
+    command.env_remove("TOOLCRIB_KEY").env("NO_COLOR", "1");
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
 fn parse_lines(text: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -263,11 +273,7 @@ async fn runs_are_listed_shown_followed_and_canceled() {
     let api = server.api();
     let run = super::run_to_end(&api, super::question("What is 6 * 7?")).await;
     let id = run["run_id"].as_str().unwrap();
-    let address = format!("http://{}", server.address);
-    let toolcrib = async |words: &[&str]| {
-        let words = [words, &["--server", &address]].concat();
-        run_command(&Server::new(), &words).await
-    };
+    let toolcrib = async |words: &[&str]| run_against(&server.address, words).await;
     let (code, stdout, stderr) = toolcrib(&["runs"]).await;
     assert_eq!(code, 0, "{stderr}");
     assert!(stdout.contains(id) && stdout.contains("SUCCEEDED"), "{stdout}");
@@ -310,21 +316,15 @@ async fn a_run_of_a_chat_completion_can_be_followed_to_its_end() {
     api.register("c1", json!([{ "name": "slow.tool", "timeout_ms": 60_000 }])).await;
     let chat = json!({ "model": "large-1", "messages": [{ "role": "user", "content": "Hi" }],
         "toolcrib": { "run_id": "run_chat" } });
-    let address = format!("http://{}", server.address);
     let chatting = api.post("/v1/chat/completions", chat);
     let answering = async {
         let mut events = api.follow("/v1/runs/run_chat/events", None).await;
         let requested = events.wait_for("tool.call.requested").await;
-        let following = tokio::spawn({
-            let words: Vec<String> = ["run", "--follow", "run_chat", "--server", &address]
-                .into_iter()
-                .map(str::to_owned)
-                .collect();
-            async move {
-                let words: Vec<&str> = words.iter().map(String::as_str).collect();
-                run_command(&Server::new(), &words).await
-            }
-        });
+        let address = server.address.clone();
+        let following =
+            tokio::spawn(
+                async move { run_against(&address, &["run", "--follow", "run_chat"]).await },
+            );
         api.succeed(requested.data["tool_call_id"].as_str().unwrap(), json!("ok")).await;
         following.await.unwrap()
     };
@@ -333,12 +333,10 @@ async fn a_run_of_a_chat_completion_can_be_followed_to_its_end() {
     assert_eq!(code, 0, "{stderr}");
     assert!(stderr.contains("→ slow.tool") && stderr.contains("✓ slow.tool"), "{stderr}");
     // Afterwards too, and an id without calls is refused.
-    let words = ["runs", "follow", "run_chat", "--server", &address];
-    let (code, _, stderr) = run_command(&Server::new(), &words).await;
+    let (code, _, stderr) = run_against(&server.address, &["runs", "follow", "run_chat"]).await;
     assert_eq!(code, 0, "{stderr}");
     assert!(stderr.contains("✓ slow.tool"), "{stderr}");
-    let words = ["run", "--follow", "run_none", "--server", &address];
-    let (code, _, stderr) = run_command(&Server::new(), &words).await;
+    let (code, _, stderr) = run_against(&server.address, &["run", "--follow", "run_none"]).await;
     assert_eq!(code, 1, "{stderr}");
     assert!(stderr.contains("there is no run"), "{stderr}");
 }

@@ -229,3 +229,84 @@ async fn the_responses_api_gets_its_own_tool_search() {
         assert_eq!(input(n)[..input(n - 1).len()], input(n - 1)[..]);
     }
 }
+
+fn failing_call(id: &str) -> ScriptedBehavior {
+    tool_call_reply(id, "calculation__eval", &json!({ "expression": format!("{id} / 0") }))
+}
+
+#[tokio::test]
+async fn runs_and_chat_whose_calls_all_failed_say_so() {
+    let (server, _model) = super::start_with_model([
+        failing_call("1"),
+        text_reply("I could not."),
+        failing_call("2"),
+        text_reply("I could not."),
+        failing_call("3"),
+        text_reply("{}"),
+    ])
+    .await;
+    let api = server.api();
+    let run = run_to_end(&api, question("Divide")).await;
+    assert_eq!(run["status"], "FAILED", "{run}");
+    let answer = run["answer"].as_str().unwrap();
+    assert!(
+        answer.starts_with("I could not.\n\n[The only tool call failed: calculation.eval: "),
+        "{answer}"
+    );
+    let error = run["error"]["message"].as_str().unwrap();
+    assert!(error.starts_with("The only tool call failed: calculation.eval: "), "{error}");
+    let mut chat =
+        json!({ "model": "large-1", "messages": [{ "role": "user", "content": "Divide" }] });
+    let reply = api.post("/v1/chat/completions", chat.clone()).await.is(200);
+    let content = reply["choices"][0]["message"]["content"].as_str().unwrap();
+    assert!(content.contains("[The only tool call failed"), "{content}");
+    assert!(reply["toolcrib"]["failure"].is_string(), "{reply}");
+    // A JSON answer stays one.
+    chat["response_format"] = json!({ "type": "json_object" });
+    let reply = api.post("/v1/chat/completions", chat).await.is(200);
+    assert_eq!(reply["choices"][0]["message"]["content"], "{}");
+    assert!(reply["toolcrib"]["failure"].is_string(), "{reply}");
+}
+
+fn definition_names(context: &Value) -> Vec<&str> {
+    let tools = context["tool_definitions"].as_array().unwrap().iter();
+    tools.map(|tool| tool["name"].as_str().unwrap()).collect()
+}
+
+#[tokio::test]
+async fn the_context_of_a_chat_has_the_tools_of_its_request_and_the_other_way_round() {
+    let (server, model) = super::start_with_model([
+        super::eval("c1", "6*7"),
+        text_reply("It is 42."),
+        text_reply("Hello."),
+    ])
+    .await;
+    let api = server.api();
+    let chat = |toolcrib: Value| {
+        json!({ "model": "large-1", "messages": [{ "role": "user", "content": "?" }],
+            "toolcrib": toolcrib })
+    };
+    let narrowed = json!({ "run_id": "run_a", "tools": ["calculation.eval"] });
+    api.post("/v1/chat/completions", chat(narrowed)).await.is(200);
+    let context = api.get("/v1/runs/run_a/context").await.is(200);
+    assert_eq!(definition_names(&context), ["calculation.eval", "result.read"]);
+    let tools = json!({ "tool_definitions": [{ "name": "my.tool", "async": true }],
+        "crib_tools": ["weather.query"] });
+    api.put("/v1/runs/run_b/context/tool_definitions", tools).await.is(200);
+    api.post("/v1/chat/completions", chat(json!({ "run_id": "run_b" }))).await.is(200);
+    let request = model.requests().pop().unwrap();
+    assert_eq!(request.tool_names(), ["my__tool", "weather__query", "result__read"]);
+    assert_eq!(request.messages()[0]["role"], "system", "the guide to async tools");
+}
+
+#[tokio::test]
+async fn only_its_owner_sets_the_tools_of_a_run() {
+    let (server, _model) = super::start_with_model([text_reply("Hello.")]).await;
+    let ada = server.keyed("default", "ada", "agent", &["*"]).await;
+    let bob = server.keyed("default", "bob", "agent", &["*"]).await;
+    let run = run_to_end(&ada, question("Hi")).await;
+    let path = format!("/v1/runs/{}/context/tool_definitions", run["run_id"].as_str().unwrap());
+    let tools = json!({ "crib_tools": ["calculation.eval"] });
+    bob.put(&path, tools.clone()).await.refused(403, "PERMISSION_DENIED");
+    ada.put(&path, tools).await.is(200);
+}

@@ -382,7 +382,7 @@ impl<'a> AgentLoop<'a> {
 }
 
 fn note_failure(progress: &mut RunProgress, tool: &str, fault: &Fault) {
-    progress.has_canceled_call |= fault.code == Code::Canceled;
+    progress.has_withheld_call |= matches!(fault.code, Code::Canceled | Code::PermissionDenied);
     let failure = truncate_to_tokens(&format!("{tool}: {fault}"), FAILURE_TOKENS);
     progress.last_failure = Some(failure);
 }
