@@ -424,10 +424,11 @@ impl<'a> AgentLoop<'a> {
         &mut self,
         conversation: &mut Conversation,
     ) -> Result<usize, Error> {
-        self.refresh_pending_calls(&conversation.progress).await?;
         let budget = self.options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let pending = &conversation.progress.pending_calls;
         let (ended, cost) = self.engine.render_late_results(self.caller, pending, budget).await?;
+        // After that, so that the context has all of these results.
+        self.refresh_pending_calls(&conversation.progress).await?;
         conversation.progress.usage += cost;
         let count = ended.len();
         for (call, content) in ended {
