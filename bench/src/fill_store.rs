@@ -54,6 +54,7 @@ fn build_finished_call(ids: &IdGenerator, n: u64, at_ms: u64) -> NewCall {
             executor: Executor::BUILTIN,
             traits: Executor::BUILTIN.traits(),
             effect: Effect::Read,
+            after_execution: None,
             args,
         },
         fallbacks: Vec::new(),

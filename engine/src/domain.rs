@@ -2,6 +2,7 @@
 //! speak these types. Nothing here is asynchronous, reads a clock or logs.
 
 pub mod access_rules;
+pub mod agent;
 pub mod call;
 pub mod caller;
 pub mod delivery;
@@ -11,9 +12,10 @@ pub mod event;
 pub mod fault;
 pub mod id;
 pub mod json;
-pub mod model_reply;
 pub mod retry;
 pub mod run;
 pub mod tool;
 pub mod trace;
 pub mod utp;
+
+pub use run::model_reply;

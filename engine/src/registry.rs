@@ -29,11 +29,13 @@ use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
 pub use authorize::AccessRequest;
-pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
+pub use catalog::{
+    Catalog, CatalogEntry, ClientRegistration, RESULT_READ, RUN_FINISH, compile_definitions,
+};
 pub use credentials::{Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};
 pub use model_tool_names::name_for_model;
-pub use projects::check_array_items;
+pub use projects::{check_array_items, parse_agent_definition};
 pub use search::ToolMatch;
 pub use session_tokens::{CreatedSessionToken, MAX_SESSION_TOKEN_TTL_MS, NewSessionToken};
 

@@ -2,10 +2,13 @@
 
 pub(crate) mod active;
 pub mod agent_loop;
+pub(crate) mod agents;
 pub(crate) mod caller_executed;
 pub mod context;
 pub(crate) mod conversations;
 pub(crate) mod driver;
+pub(crate) mod finish;
+pub(crate) mod handoff;
 pub(crate) mod manage;
 pub(crate) mod read_result;
 pub(crate) mod rejoin;
@@ -16,6 +19,7 @@ pub(crate) mod subscribers;
 use std::sync::Arc;
 
 use active::ActiveRuns;
+use agents::budget::RunTrees;
 
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
@@ -25,8 +29,10 @@ use crate::ports::model::ModelResolver;
 pub use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::registry::Registry;
 use crate::runs::context::ResultListener;
+use crate::utp::Utp;
 
 pub use active::StartedRun;
+pub use agents::{RunTree, RunTreeNode, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
 pub use conversations::{
     ActiveConversation, ConversationCheckpoint, Conversations, SavedConversation,
@@ -52,6 +58,8 @@ pub struct Runs {
     /// Listeners for the results of every run.
     pub(crate) result_listeners: Vec<ResultListener>,
     pub(crate) active_runs: ActiveRuns,
+    pub(crate) run_trees: RunTrees,
+    pub(crate) utp: Arc<Utp>,
     pub(crate) conversations: Conversations,
 }
 

@@ -1,5 +1,6 @@
 //! UTP: reports of tool services, agents' inboxes, turns, cards and dead letters.
 
+pub(crate) mod boxes;
 pub(crate) mod cards;
 pub(crate) mod inbox;
 pub(crate) mod reports;

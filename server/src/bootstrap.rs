@@ -129,7 +129,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         .tool_modes(config.llm.tool_modes())
         .tools(builtin_tools(config)?);
     if config.builtin.enabled {
-        builder = builder.with_result_read_tool();
+        builder = builder.with_result_read_tool().with_run_finish_tool();
     }
     if let Some(model) = &config.llm.summary_model {
         builder = builder.summary_model(model);
@@ -153,7 +153,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         builder = builder.observer(otlp.clone());
     }
     let engine = builder.start().await?;
-    apply_configured_rules(&engine, config).await?;
+    apply_configured_directory(&engine, config).await?;
     let nats = nats_connection
         .map(|nats_connection| toolcrib_transport::nats::start(engine.clone(), nats_connection));
     let (configured, admission) = (config.mcp.clone(), config.mcp_servers.clone());
@@ -180,6 +180,20 @@ pub async fn open_admin_engine(config: &Config) -> anyhow::Result<Engine> {
     let builder = Engine::builder().store(store).limits(engine_limits(config));
     let builder = builder.policies(settings::execution_policies(config)).tools(tools);
     Ok(builder.build_idle().await?)
+}
+
+/// Stores the configured rules and agents, unless they are stored already.
+async fn apply_configured_directory(engine: &Engine, config: &Config) -> anyhow::Result<()> {
+    apply_configured_rules(engine, config).await?;
+    for (project, agents) in config.configured_agents()? {
+        let caller = Caller::local(&project);
+        for agent in agents {
+            let id = agent.agent_id.clone();
+            let defined = engine.registry().define_agent(&caller, agent, None).await;
+            defined.with_context(|| format!("the configured agent {id} of project {project}"))?;
+        }
+    }
+    Ok(())
 }
 
 /// Makes the configured rules the rules of their projects, unless they are already.

@@ -110,7 +110,7 @@ Examples:
     Approvals(calls::approvals::ApprovalsArgs),
     /// Send a question to a model and show its tool calls
     Run(run::RunArgs),
-    /// List, show, follow and cancel runs
+    /// List, show, follow and cancel runs, and show the agents that a run called
     Runs(run::manage::RunsArgs),
     /// Show calls as they happen
     Watch(watch::WatchArgs),
@@ -134,6 +134,8 @@ Examples:
     Limits(admin::limits::LimitsArgs),
     /// Switch a tool, an agent, a source or a project off at once, and on again
     Switch(admin::switches::SwitchArgs),
+    /// List, show, define and remove agents, which are called like tools
+    Agents(admin::agents::AgentsArgs),
     /// Show denied calls and administrative changes
     Audit(admin::AuditArgs),
     /// Check configuration, data directory, port, store, keys and NATS, with advice on each problem
@@ -430,6 +432,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Rules(args) => admin::rules(context, args).await,
         CliCommand::Limits(args) => admin::limits::limits(context, args).await,
         CliCommand::Switch(args) => admin::switches::switch(context, args).await,
+        CliCommand::Agents(args) => admin::agents::agents(context, args).await,
         CliCommand::Audit(args) => admin::audit(context, args).await,
         CliCommand::Doctor(args) => doctor::run(context, args).await,
     }

@@ -7,6 +7,7 @@
 //! than a server that does not start. The doc comments are the user documentation, and keys are
 //! checked against a schema generated from the same types, so the two cannot disagree.
 
+mod agents;
 mod approvals;
 mod layers;
 mod mcp_servers;
@@ -72,6 +73,10 @@ pub struct Config {
     pub rules: Vec<serde_json::Value>,
     /// File with access rules: JSON or TOML with `rules`.
     pub rules_file: Option<PathBuf>,
+    /// Agents: `[[agents]]`, with the fields of `PUT /v1/agents/{agent_id}` and `agent_id`. Each is
+    /// defined at every start; a changed one becomes a new version.
+    #[schemars(with = "Vec<agents::AgentSettings>")]
+    pub agents: Vec<serde_json::Value>,
     /// Limits on everything that could grow.
     pub limits: LimitSettings,
     /// Retention of finished calls.
@@ -123,6 +128,7 @@ impl Default for Config {
             tools: BTreeMap::new(),
             rules: Vec::new(),
             rules_file: None,
+            agents: Vec::new(),
             limits: LimitSettings::default(),
             retention: RetentionSettings::default(),
             shutdown: ShutdownSettings::default(),
@@ -330,6 +336,8 @@ pub struct LimitSettings {
     pub max_batch_bytes: usize,
     /// Maximum number of open runs.
     pub max_open_runs: usize,
+    /// Maximum number of agents that one run has called and that have not ended.
+    pub max_child_runs: usize,
     /// Maximum size of the body of one HTTP request.
     pub max_body_bytes: usize,
     /// Maximum number of concurrent HTTP connections.
@@ -370,6 +378,7 @@ impl Default for LimitSettings {
             max_batch_parallel: limits.max_batch_parallel,
             max_batch_bytes: limits.max_batch_bytes,
             max_open_runs: limits.max_open_runs,
+            max_child_runs: limits.max_child_runs,
             max_body_bytes: 2 << 20,
             max_connections: 10_000,
             max_streams: 8_000,

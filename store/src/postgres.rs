@@ -425,6 +425,10 @@ impl Store for PostgresStore {
         self
     }
 
+    fn agents(&self) -> &dyn toolcrib::ports::store::agents::AgentStore {
+        self
+    }
+
     fn approvals(&self) -> &dyn toolcrib::ports::store::approvals::ApprovalStore {
         self
     }

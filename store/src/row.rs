@@ -24,9 +24,9 @@ pub(crate) use columns::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{
-    AUDIT_COLUMNS, KEY_COLUMNS, SESSION_TOKEN_COLUMNS, read_accepted_call, read_audit_row,
-    read_client, read_key, read_limit, read_offer, read_project, read_rule, read_rule_version,
-    read_session_token, read_switch, read_tool, read_upstream,
+    AUDIT_COLUMNS, KEY_COLUMNS, SESSION_TOKEN_COLUMNS, read_accepted_call, read_agent_version,
+    read_audit_row, read_client, read_key, read_limit, read_offer, read_project, read_rule,
+    read_rule_version, read_session_token, read_switch, read_tool, read_upstream,
 };
 pub(crate) use implied_event::{CallEventFacts, ImpliedEvent};
 pub(crate) use row_reader::RowReader;

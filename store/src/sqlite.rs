@@ -363,6 +363,10 @@ impl Store for SqliteStore {
         self
     }
 
+    fn agents(&self) -> &dyn toolcrib::ports::store::agents::AgentStore {
+        self
+    }
+
     fn approvals(&self) -> &dyn toolcrib::ports::store::approvals::ApprovalStore {
         self
     }

@@ -56,8 +56,8 @@ use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 pub use v1::{
-    AuditBody, AuditVerificationBody, KeyBody, NewKeyBody, OauthCallback, SessionTokenBody,
-    SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
+    AgentBody, AuditBody, AuditVerificationBody, KeyBody, NewKeyBody, OauthCallback,
+    SessionTokenBody, SkippedToolBody, SourceAdmin, SourceBody, SourceOauth, SourceToolChange,
 };
 
 use crate::auth::{CredentialWatch, OriginPolicy};

@@ -192,6 +192,7 @@ impl Dispatcher {
         let call = self.find_project_call(caller, id).await?;
         let elsewhere = match call.target.executor {
             Executor::CALLER => Some("its caller"),
+            Executor::AGENT => Some("an agent"),
             _ => (!call.target.traits.reports_later).then_some("the server itself"),
         };
         if let Some(executor) = elsewhere {

@@ -86,6 +86,7 @@ impl Dispatcher {
             executor: tool.definition.executor,
             traits: self.source_traits(tool.definition.executor),
             effect: tool.definition.effect,
+            after_execution: tool.definition.after_execution(),
             args,
         }
     }
@@ -97,11 +98,12 @@ impl Dispatcher {
 
     /// Returns the scope that an attempt's slot counts against, and its limits.
     pub(crate) fn resolve_slot_scope(&self, call: &Call) -> (SlotScope, ConcurrencyCaps) {
-        // Calls that the caller executes take no slot of any tool. No tool can have this name.
+        // Calls that the caller or an agent executes take no slot of any tool: an agent waits for
+        // calls of its own, which would never get a slot that it holds. No tool can have this name.
         let key_for = |tool: &str| {
             Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
         };
-        if call.target.executor == Executor::CALLER {
+        if matches!(call.target.executor, Executor::CALLER | Executor::AGENT) {
             return (
                 SlotScope { queue: key_for("(caller)"), members: None, is_shared: false },
                 ConcurrencyCaps::default(),
@@ -178,7 +180,8 @@ impl Dispatcher {
 
 /// Returns the members of a call whose attempts in flight are limited.
 fn slot_members(limits: &UsageLimitSet, call: &Call) -> Option<Arc<SlotMembers>> {
-    if !limits.limits_parallel_members() || call.target.executor == Executor::CALLER {
+    let takes_no_slot = matches!(call.target.executor, Executor::CALLER | Executor::AGENT);
+    if !limits.limits_parallel_members() || takes_no_slot {
         return None;
     }
     let limited = |kind: LimitKind, name: &str| {

@@ -18,7 +18,7 @@ use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::retry::Backoff;
 use crate::domain::tool::{Effect, Executor, SourceTraits};
-use crate::domain::utp::Route;
+use crate::domain::utp::{AfterExecution, Route};
 
 /// Status of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -135,6 +135,8 @@ pub struct Target {
     pub traits: SourceTraits,
     /// Side effect of the tool; decides whether a failed attempt may be repeated.
     pub effect: Effect,
+    /// Effect of a result on the run or turn that made the call, as the definition declares it.
+    pub after_execution: Option<AfterExecution>,
     /// Arguments for the executor, after the argument rules of the definition.
     pub args: Json,
 }

@@ -12,13 +12,16 @@ use serde_json::{Map, Value, json};
 use crate::domain::call::{Call, Status};
 use crate::domain::fault::Code;
 use crate::domain::id::CallId;
+use crate::domain::json::Json;
 use crate::domain::tool::Executor;
 use crate::domain::tool::args::{ArgumentRules, TemplateVars};
 use crate::domain::trace::{SpanIds, TraceParent};
 use crate::domain::utp::card::{
     Card, TOOL_CALL, TOOL_RESULT, derived_id, error_as_result, error_json, into_map,
 };
-use crate::domain::utp::{AfterExecution, Binding, DEFAULT_CHANNEL, Route, ToolStatus};
+use crate::domain::utp::{
+    AfterExecution, Binding, CONTROL_FIELD, DEFAULT_CHANNEL, Route, ToolStatus,
+};
 
 impl SpanIds {
     /// Returns the ids of this call's spans; the same call always has the same ids.
@@ -98,6 +101,31 @@ impl ToolStatus {
     }
 }
 
+impl AfterExecution {
+    /// Returns the effect of an ended call on the run or turn that made it; `None` while the call
+    /// is open. The result's own control field takes precedence over the tool's definition. A call
+    /// that ended before its first attempt has no result that could end anything.
+    pub fn from_call(call: &Call) -> Option<Self> {
+        let outcome = call.outcome.as_ref()?;
+        if !outcome.ok && call.attempt == 0 {
+            return Some(Self::Suspend);
+        }
+        let controlled = || control_of(outcome.data.as_ref()?, call.target.traits.mcp_results);
+        Some(controlled().or(call.target.after_execution).unwrap_or_default())
+    }
+}
+
+/// Returns the control field of a result. An MCP tool has it in its structured content.
+fn control_of(data: &Json, mcp_result: bool) -> Option<AfterExecution> {
+    // Nearly no result has the field, and parsing a large one is costly.
+    if !data.text().contains(CONTROL_FIELD) {
+        return None;
+    }
+    let result = data.to_value();
+    let structured = result.get("structuredContent").filter(|_| mcp_result);
+    AfterExecution::from_control(&result).or_else(|| AfterExecution::from_control(structured?))
+}
+
 impl TemplateVars {
     /// Returns the variables of a call.
     pub fn for_call(call: &Call) -> Self {
@@ -171,7 +199,8 @@ pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
         None => outcome.data.as_ref().map_or(Value::Null, |data| data.to_value()),
         Some(error) => error_as_result(error),
     };
-    let after = binding.map_or(AfterExecution::Suspend, |binding| binding.after_execution);
+    let declared = binding.map(|binding| binding.after_execution);
+    let after = declared.or(call.target.after_execution).unwrap_or_default();
     let content = json!({
         "__type__": "ToolResultContent",
         "status": status.as_str(),

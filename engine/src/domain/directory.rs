@@ -14,9 +14,9 @@ use kill_switches::{KillSwitch, SwitchKind};
 use usage_limits::{LimitKind, UsageLimit};
 
 use crate::domain::access_rules::{AccessRule, RuleSetChange, RuleSetVersion};
+use crate::domain::agent::AgentEntry;
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
-use crate::domain::utp::AgentEntry;
 
 pub use audit::AuditEntry;
 pub use credential::{ApiKey, KeyAttributes, SessionToken};

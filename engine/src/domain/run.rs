@@ -3,6 +3,8 @@
 //! [`Run`] holds the current state. The journal holds the history and every message of the
 //! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
 
+pub mod handoff;
+pub mod model_reply;
 pub mod options;
 pub mod progress;
 pub mod tool_mode;
@@ -14,9 +16,12 @@ use progress::{FinalAnswer, RunProgress};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::domain::agent::{OnParentEnd, ResultField};
 use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, Role, RoleSet};
 use crate::domain::event::CallEvent;
-use crate::domain::fault::{Code, Fault};
+use crate::domain::id::CallId;
+
+pub use progress::RunError;
 
 /// Status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -100,36 +105,6 @@ impl From<&Caller> for RunOwner {
     }
 }
 
-/// A fault in its stored form.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RunError {
-    /// Wire name of the fault's [`Code`].
-    pub code: String,
-    /// Text for people and models.
-    pub message: String,
-    /// Structured data of the fault.
-    #[serde(default)]
-    pub detail: Option<Value>,
-    /// True if the same request can succeed later.
-    pub retryable: bool,
-}
-
-impl From<&Fault> for RunError {
-    fn from(fault: &Fault) -> Self {
-        let (message, detail) = (fault.message.clone(), fault.detail.clone());
-        let (code, retryable) = (fault.code.as_str().to_owned(), fault.retryable);
-        Self { code, message, detail, retryable }
-    }
-}
-
-impl From<RunError> for Fault {
-    fn from(error: RunError) -> Self {
-        let code = Code::parse(&error.code).unwrap_or(Code::Internal);
-        let fault = Fault::new(code, error.message).retryable(error.retryable);
-        Self { detail: error.detail, ..fault }
-    }
-}
-
 /// The current state of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
@@ -155,6 +130,10 @@ pub struct Run {
     /// Reason of the failure; set while the run is FAILED.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<RunError>,
+    /// Id of the card with the run's deliverable, once the run has ended with one: the result that
+    /// terminated the run, or its answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deliverable_card_id: Option<String>,
     /// User messages that are not in the conversation yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[serde(rename = "said")]
@@ -168,6 +147,59 @@ pub struct Run {
     pub ended_ms: Option<u64>,
     /// Number of saved states, from 1.
     pub version: u64,
+    /// Its place in a tree of agents, if a call of an agent started it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lineage: Option<Box<RunLineage>>,
+    /// The box of cards that gives the run its context.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_box_id: Option<String>,
+}
+
+/// The parts of its caller's budget that a run has for itself and the agents that it calls. A part
+/// that is `None` is shared with the caller.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RunBudget {
+    /// Number of tool calls.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calls: Option<u64>,
+    /// Number of tokens of all requests and replies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<u64>,
+}
+
+/// The place of a run in a tree of agents.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunLineage {
+    /// Agent whose profile the run has.
+    pub agent_id: String,
+    /// Version of the agent.
+    pub agent_version: u64,
+    /// Call that the run answers: the end of the run is the outcome of the call.
+    pub call_id: CallId,
+    /// Number of the call's attempt.
+    pub attempt: u32,
+    /// Run that made the call; `None` if no run did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_run_id: Option<String>,
+    /// First run of the tree; the run itself if no run made the call.
+    pub root_run_id: String,
+    /// Number of agents above the run.
+    pub depth: u32,
+    /// Largest depth that a run below this one may have.
+    pub max_depth: u32,
+    /// Agents above the run, from the first to its caller.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ancestors: Vec<String>,
+    /// Fate of the run when its parent ends.
+    #[serde(default)]
+    pub on_parent_end: OnParentEnd,
+    /// Reserved parts of the parent's budget.
+    #[serde(default)]
+    pub budget: RunBudget,
+    /// Fields that the result must have.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub result_fields: Vec<ResultField>,
 }
 
 impl Run {
@@ -199,6 +231,8 @@ pub enum JournalKind {
     Waiting,
     /// The user sent a message.
     UserMessage,
+    /// Another agent continues the run.
+    HandedOff,
     /// A failed or canceled run was resumed.
     Resumed,
     /// The run ended with its final answer.
@@ -211,13 +245,14 @@ pub enum JournalKind {
 
 impl JournalKind {
     /// All kinds.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Created,
         Self::Replied,
         Self::ToolResults,
         Self::LateResult,
         Self::Waiting,
         Self::UserMessage,
+        Self::HandedOff,
         Self::Resumed,
         Self::Finished,
         Self::Failed,
@@ -233,6 +268,7 @@ impl JournalKind {
             Self::LateResult => "run.late",
             Self::Waiting => "run.waiting",
             Self::UserMessage => "run.said",
+            Self::HandedOff => "run.handoff",
             Self::Resumed => "run.resumed",
             Self::Finished => "run.finished",
             Self::Failed => "run.failed",

@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use crate::domain::id::hex;
 use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
-use crate::domain::utp::Binding;
+use crate::domain::utp::{AfterExecution, Binding};
 
 /// The name of the party that executes a tool, such as `mcp`.
 ///
@@ -36,11 +36,23 @@ impl Executor {
     pub const HTTP: Self = Self("http");
     /// The caller itself; Toolcrib only records the call.
     pub const CALLER: Self = Self("caller");
+    /// An agent.
+    pub const AGENT: Self = Self("agent");
+    /// The agent loop that made the call: it hands its run off to another agent.
+    pub const HANDOFF: Self = Self("handoff");
 
     /// The executors that Toolcrib itself uses. The position of each is part of the versions of its
     /// tools, so the order never changes.
-    pub const STANDARD: [Self; 6] =
-        [Self::BUILTIN, Self::CLIENT, Self::UTP, Self::MCP, Self::HTTP, Self::CALLER];
+    pub const STANDARD: [Self; 8] = [
+        Self::BUILTIN,
+        Self::CLIENT,
+        Self::UTP,
+        Self::MCP,
+        Self::HTTP,
+        Self::CALLER,
+        Self::AGENT,
+        Self::HANDOFF,
+    ];
 
     /// Names an executor: lower-case letters, digits and `_`, at most 32.
     ///
@@ -104,6 +116,8 @@ impl Executor {
             Self::HTTP => SourceTraits { needs_command: true, exact_numbers: false, ..common },
             // The caller executes its own calls: the attempt needs no acknowledgement.
             Self::CALLER => SourceTraits { reports_later: true, ..common },
+            // The run of an agent is stored, and its end is the result of the call.
+            Self::AGENT => SourceTraits { reports_later: true, retries: false, ..common },
             _ => common,
         }
     }
@@ -279,7 +293,7 @@ pub struct ToolDefinition {
     pub fallback: Vec<Fallback>,
     /// Data from the tool's owner, returned with the tool; `title` is shown to people.
     pub metadata: Option<Json>,
-    /// Execution settings; only for tools that a tool service or an HTTP API executes.
+    /// Execution settings of a project's tool; for a function only the effect of its results.
     pub binding: Option<Binding>,
 }
 
@@ -321,6 +335,12 @@ impl ToolDefinition {
 }
 
 impl ToolDefinition {
+    /// Returns the effect of a result on the run or turn that made the call, if the definition
+    /// declares one.
+    pub fn after_execution(&self) -> Option<AfterExecution> {
+        self.binding.as_ref().map(|binding| binding.after_execution)
+    }
+
     /// Returns the argument rules, and the schema that the executed arguments must match.
     pub(crate) fn argument_rules(&self) -> (Option<ArgumentRules>, Json) {
         let Some(utp) = &self.binding else { return (None, self.input_schema.clone()) };

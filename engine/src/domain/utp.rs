@@ -46,7 +46,17 @@ impl AfterExecution {
             Self::Terminate => "terminate",
         }
     }
+
+    /// Returns the value of a result's own control field, `__cg_control.after_execution`; `None` if
+    /// the result has none or another word.
+    pub fn from_control(result: &Value) -> Option<Self> {
+        result.get(CONTROL_FIELD)?.get("after_execution")?.as_str()?.trim().parse().ok()
+    }
 }
+
+/// The field of a result that is reserved for the protocol: it controls the turn or run that made
+/// the call, and is no part of the answer.
+pub const CONTROL_FIELD: &str = "__cg_control";
 
 impl FromStr for AfterExecution {
     type Err = ();
@@ -372,23 +382,6 @@ pub struct DeadLetter {
     #[serde(default)]
     #[serde(rename = "last_try")]
     pub last_redrive_result: Option<String>,
-}
-
-/// An agent that Toolcrib can wake.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AgentEntry {
-    /// Id of the agent's project.
-    pub project: String,
-    /// Id of the agent; unique in the project.
-    pub agent_id: String,
-    /// Target of its wakeups: `cmd.agent.<worker_target>.wakeup`.
-    pub worker_target: String,
-    /// Profile of the agent, as given; Toolcrib does not interpret it.
-    pub profile: Option<Json>,
-    /// The tools it may call in a turn; `None` for every tool that the rules allow.
-    pub allowed_tools: Option<Vec<String>>,
-    /// Time of the last change, in Unix milliseconds.
-    pub updated_ms: u64,
 }
 
 /// Returns true if a text is a valid token of a subject.

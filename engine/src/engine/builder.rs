@@ -31,9 +31,12 @@ use crate::ports::observer::Observer;
 use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
-use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
+use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::{Admin, OperatorCredential, Registry};
+use crate::runs::agents::AgentSource;
 use crate::runs::context::{ListenerResult, ResultListener, ToolCall, ToolResult};
+use crate::runs::finish::run_finish_tool;
+use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{Conversations, Runs};
 use crate::utp::Utp;
@@ -55,6 +58,7 @@ pub struct EngineBuilder {
     audit_retention_ms: Option<u64>,
     publishes_outbox: bool,
     has_result_read: bool,
+    has_run_finish: bool,
     webhook_sender: Option<Arc<dyn WebhookSender>>,
     webhook_settings: DeliverySettings,
     observer: Option<Arc<dyn Observer>>,
@@ -104,6 +108,14 @@ impl EngineBuilder {
     /// [`Registry::tools`] lists it for an agent only if a rule names it.
     pub fn with_result_read_tool(mut self) -> Self {
         self.has_result_read = true;
+        self
+    }
+
+    /// Adds the tool `run.finish`, with which a model ends its run with an answer and typed result
+    /// fields. No other tool can then have this name. Every agent loop with tools offers it; no
+    /// list of tools contains it.
+    pub fn with_run_finish_tool(mut self) -> Self {
+        self.has_run_finish = true;
         self
     }
 
@@ -244,10 +256,10 @@ impl EngineBuilder {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let client_queue = Arc::new(ClientQueue::new(clock.clone()));
         let runs_handle = RunsHandle::default();
-        let result_read = || read_result::result_read_tool(runs_handle.clone());
-        let result_read = self.has_result_read.then(|| Arc::new(result_read()) as Arc<dyn Tool>);
-        let tools = self.tools.into_iter().chain(result_read).collect();
-        let sources = collect_sources(tools, &client_queue, self.sources)?;
+        let mut tools = self.tools;
+        add_engine_tools(&mut tools, &runs_handle, self.has_result_read, self.has_run_finish);
+        let agents = Arc::new(AgentSource::default());
+        let sources = collect_sources(tools, &client_queue, &agents, self.sources)?;
         let shared_tools = collect_shared_tools(&sources)?;
         let id_generator = IdGenerator::default();
         let core = Arc::new(Core {
@@ -306,6 +318,8 @@ impl EngineBuilder {
             tool_modes: self.tool_modes,
             result_listeners: self.result_listeners,
             active_runs: Default::default(),
+            run_trees: Default::default(),
+            utp: utp.clone(),
             conversations: Conversations::new(&core, &registry, &calls),
         });
         client_queue
@@ -314,6 +328,7 @@ impl EngineBuilder {
         dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
+        agents.set_runs(&runs);
         registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
         Ok(Engine { core, registry, admin, clients, calls, approvals, utp, webhooks, runs })
@@ -334,16 +349,38 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
     (dispatcher, calls, Arc::new(approvals))
 }
 
+/// Adds the tools of the engine itself.
+fn add_engine_tools(
+    tools: &mut Vec<Arc<dyn Tool>>,
+    handle: &RunsHandle,
+    has_result_read: bool,
+    has_run_finish: bool,
+) {
+    if has_result_read {
+        tools.push(Arc::new(read_result::result_read_tool(handle.clone())));
+    }
+    if has_run_finish {
+        tools.push(Arc::new(run_finish_tool(handle.clone())));
+    }
+}
+
 /// Collects the engine's own sources and the given ones by executor; a given source replaces one of
 /// the engine's.
 fn collect_sources(
     tools: Vec<Arc<dyn Tool>>,
     client_queue: &Arc<ClientQueue>,
+    agents: &Arc<AgentSource>,
     provided: Vec<Arc<dyn Source>>,
 ) -> Result<HashMap<Executor, Arc<dyn Source>>, Error> {
     check_unique_names(&tools)?;
     let functions: Arc<dyn Source> = Arc::new(BuiltinSource::new(tools));
-    let builtin = [functions, client_queue.clone() as Arc<dyn Source>, Arc::new(CallerSource)];
+    let builtin = [
+        functions,
+        client_queue.clone() as Arc<dyn Source>,
+        Arc::new(CallerSource),
+        agents.clone(),
+        Arc::new(HandoffSource),
+    ];
     Ok(builtin.into_iter().chain(provided).map(|source| (source.executor(), source)).collect())
 }
 
@@ -402,10 +439,14 @@ fn check_unique_names(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
 
 fn duplicate_name(name: &str) -> Error {
     let mut message = format!("there are two built-in tools named \"{name}\"");
-    if name == RESULT_READ {
-        message.push_str(
-            "; one is the engine's own: rename yours, or build without with_result_read_tool()",
-        );
+    let option = match name {
+        RESULT_READ => Some("with_result_read_tool()"),
+        RUN_FINISH => Some("with_run_finish_tool()"),
+        _ => None,
+    };
+    if let Some(option) = option {
+        let hint = format!("; one is the engine's own: rename yours, or build without {option}");
+        message.push_str(&hint);
     }
     Error::refused(Code::Conflict, message)
 }

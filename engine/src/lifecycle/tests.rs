@@ -187,6 +187,7 @@ fn queued_call(executor: Executor, effect: Effect) -> Call {
             executor,
             traits: executor.traits(),
             effect,
+            after_execution: None,
             args: Json::empty_object(),
         },
         fallbacks: Vec::new(),

@@ -50,6 +50,8 @@ pub struct EngineLimits {
     pub max_batch_bytes: usize,
     /// Maximum number of runs that have not ended.
     pub max_open_runs: usize,
+    /// Maximum number of agents that one run may have called and that have not ended.
+    pub max_child_runs: usize,
 }
 
 impl Default for EngineLimits {
@@ -68,6 +70,7 @@ impl Default for EngineLimits {
             max_batch_parallel: 128,
             max_batch_bytes: 32 << 20,
             max_open_runs: 10_000,
+            max_child_runs: 64,
         }
     }
 }

@@ -26,6 +26,7 @@ use crate::domain::json::Json;
 use crate::domain::retry::ExecutionPolicyPatch;
 use crate::domain::tool::{Effect, Executor, Fallback, Risk, ToolDefinition};
 use crate::domain::trace::TraceParent;
+use crate::domain::utp::{AfterExecution, Binding};
 use crate::ports::source::{Attempt, AttemptProgress, ProgressSink, Source, StartResult};
 
 /// The part of a call that its tool can see.
@@ -172,6 +173,18 @@ impl FnTool {
         self.definition.policy = policy;
         self.definition.policy.attempt_timeout_ms =
             self.definition.policy.attempt_timeout_ms.or(attempt_timeout_ms);
+        self
+    }
+
+    /// Sets the effect of a result on the run or turn that made the call. By default the run
+    /// continues.
+    pub fn after_execution(mut self, after_execution: AfterExecution) -> Self {
+        self.definition.binding = Some(Binding {
+            target_subject: None,
+            after_execution,
+            options: Json::empty_object(),
+            parameters: None,
+        });
         self
     }
 

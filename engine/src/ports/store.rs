@@ -4,6 +4,7 @@
 //! accesses policies, wakeups or sources. Every implementation passes the one test suite in the
 //! crate `toolcrib-store`.
 
+pub mod agents;
 pub mod approvals;
 pub mod audit;
 pub mod credentials;
@@ -375,6 +376,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Returns the usage that rate limits count.
     fn usage(&self) -> &dyn usage::UsageStore;
+
+    /// Returns the store of agents' versions, trees of runs and boxes.
+    fn agents(&self) -> &dyn agents::AgentStore;
 
     /// Returns the store of approvals.
     fn approvals(&self) -> &dyn approvals::ApprovalStore;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::catalog::{Catalog, CatalogEntry, RESULT_READ};
+use super::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::domain::access_rules::{self, AccessDecision, Denial, RuleAction};
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::fault::{Code, Error, Fault};
@@ -82,7 +82,7 @@ impl Catalog {
 
     /// Returns true if the tool comes with all others: a caller that may call any may call it.
     pub(crate) fn is_companion(&self, tool: &str) -> bool {
-        tool == RESULT_READ && self.shared_tools.contains_key(tool)
+        matches!(tool, RESULT_READ | RUN_FINISH) && self.shared_tools.contains_key(tool)
     }
 
     pub(crate) fn rule_input<'a>(

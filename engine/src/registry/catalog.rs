@@ -4,6 +4,7 @@
 //! are compiled when it is registered, within the budget of the request, and otherwise at its first
 //! call; in both cases on a thread where no other call waits.
 
+mod agent_tools;
 mod project_map;
 mod registration_checks;
 pub(crate) mod rule_index;
@@ -25,7 +26,7 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
 use crate::domain::tool::args::ArgumentRules;
-use crate::domain::tool::{Risk, ToolDefinition, check_tool_name};
+use crate::domain::tool::{Executor, Risk, ToolDefinition, check_tool_name};
 use crate::ports::bus::Topic;
 use crate::ports::clock::Clock;
 use crate::ports::core::{ExecutionPolicies, from_store_error};
@@ -36,6 +37,9 @@ use crate::schema::{self, CompileBudget, Schema};
 
 /// Name of the tool that reads results.
 pub const RESULT_READ: &str = "result.read";
+
+/// Name of the tool that ends a run.
+pub const RUN_FINISH: &str = "run.finish";
 
 /// A tool with its compiled schemas, ready to be called.
 #[derive(Debug, Clone)]
@@ -212,7 +216,14 @@ impl Catalog {
             clock: self.clock.clone(),
             ..Self::default()
         };
-        for definition in &directory.tools {
+        let agents = directory.roster.iter().filter_map(|entry| {
+            let definition = entry.definition.as_deref()?;
+            let call = agent_tools::agent_tool(&entry.project, definition);
+            let handoff = agent_tools::handoff_tool(&entry.project, definition);
+            Some(std::iter::once(call).chain(handoff))
+        });
+        let agents: Vec<ToolDefinition> = agents.flatten().collect();
+        for definition in directory.tools.iter().chain(&agents) {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
             let unchanged = self
@@ -294,10 +305,15 @@ impl Catalog {
         index
     }
 
-    /// Returns every tool available in a project, sorted by name.
+    /// Returns every tool available in a project, sorted by name. [`RUN_FINISH`] and handoffs
+    /// are none of them: they have a meaning only in a run, whose model gets them with the others.
     pub fn tools(&self, project: &str) -> Vec<Arc<CatalogEntry>> {
         let project_tools = self.project_tools.values_in(project);
-        let mut tools: Vec<_> = self.shared_tools.values().chain(project_tools).cloned().collect();
+        let shared = self.shared_tools.values();
+        let is_listed = |entry: &&Arc<CatalogEntry>| {
+            entry.definition.name != RUN_FINISH && entry.definition.executor != Executor::HANDOFF
+        };
+        let mut tools: Vec<_> = shared.chain(project_tools).filter(is_listed).cloned().collect();
         tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
         tools
     }
@@ -409,6 +425,17 @@ impl Registry {
         let catalog = self.catalog();
         let mut tools = catalog.tools(&caller.project);
         tools.retain(|entry| catalog.is_listed(caller, entry));
+        tools
+    }
+
+    /// Returns the handoffs to agents of the project that the caller may call, sorted by name.
+    pub(crate) fn handoff_tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
+        let catalog = self.catalog();
+        let tools = catalog.project_tools.values_in(&caller.project);
+        let tools = tools.filter(|entry| entry.definition.executor == Executor::HANDOFF);
+        let mut tools: Vec<_> =
+            tools.filter(|entry| catalog.is_listed(caller, entry)).cloned().collect();
+        tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
         tools
     }
 

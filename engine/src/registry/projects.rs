@@ -1,8 +1,12 @@
-//! Projects, their tool definitions, and the roster of agents that can be woken.
+//! Projects, their tool definitions, and their agents.
+
+mod agents;
+
+pub use agents::parse_agent_definition;
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::catalog::{Catalog, CatalogEntry, compile_definitions, require_provider};
 use crate::domain::call::Call;
@@ -10,7 +14,7 @@ use crate::domain::caller::{Caller, DEFAULT_PROJECT};
 use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_tool_name};
-use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
+use crate::domain::utp::{Binding, RESERVED_NAMES, is_token};
 use crate::ports::core::from_store_error;
 use crate::registry::Registry;
 use crate::registry::keys::check_identifier;
@@ -160,65 +164,9 @@ impl Registry {
         })
         .await
     }
-
-    /// Adds an agent to the roster, or replaces its entry.
-    pub async fn put_agent_entry(
-        &self,
-        caller: &Caller,
-        mut entry: AgentEntry,
-    ) -> Result<AgentEntry, Error> {
-        self.require_admin(caller, Some(&entry.project))?;
-        for (field, word) in
-            [("agent_id", &entry.agent_id), ("worker_target", &entry.worker_target)]
-        {
-            if !is_token(word) {
-                let message =
-                    format!("{field} must be a valid NATS token: no spaces, dots, * or >");
-                let fault = Fault::new(Code::ValidationError, message);
-                return Err(fault.with_detail(json!({ "pointer": format!("/{field}") })).into());
-            }
-        }
-        entry.updated_ms = self.core.clock.wall_ms();
-        self.change_directory(|_| Ok((DirectoryChange::PutAgent(entry.clone()), None))).await?;
-        Ok(entry)
-    }
-
-    /// Removes an agent from the roster.
-    pub async fn remove_agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
-        self.require_admin(caller, None)?;
-        self.agent_entry(caller, agent_id)?;
-        let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
-        self.change_directory(|_| {
-            let (project, agent_id) = (project.clone(), agent_id.clone());
-            Ok((DirectoryChange::DropAgent { project, agent_id }, None))
-        })
-        .await
-    }
-
-    /// Returns the project's roster.
-    pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
-        let catalog = self.catalog();
-        let entries = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
-        entries.cloned().collect()
-    }
-
-    /// Returns one agent of the roster.
-    pub fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
-        let found = self.find_agent_entry(&caller.project, agent_id);
-        found.ok_or_else(|| {
-            let message = format!("agent \"{agent_id}\" is not on the roster");
-            Error::refused(Code::NotFound, message)
-        })
-    }
 }
 
 impl Registry {
-    pub(crate) fn find_agent_entry(&self, project: &str, agent_id: &str) -> Option<AgentEntry> {
-        let catalog = self.catalog();
-        let roster = &catalog.directory().roster;
-        roster.iter().find(|m| m.project == project && m.agent_id == agent_id).cloned()
-    }
-
     /// Loads the binding of a call's tool, in the version that the call was made with.
     pub(crate) async fn load_binding(&self, call: &Call) -> Result<Option<Binding>, Error> {
         let target = &call.target;
@@ -256,19 +204,25 @@ fn project_not_found(project: &str) -> Error {
 }
 
 fn is_project_defined(entry: &Arc<CatalogEntry>) -> bool {
-    let is_executed_elsewhere =
-        matches!(entry.definition.executor, Executor::CLIENT | Executor::MCP);
+    let is_executed_elsewhere = matches!(
+        entry.definition.executor,
+        Executor::CLIENT | Executor::MCP | Executor::AGENT | Executor::HANDOFF
+    );
     entry.definition.project.is_some() && !is_executed_elsewhere
 }
 
 fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
     let is_taken = catalog.find(project, name).is_some_and(|existing| {
         existing.definition.project.is_none()
-            || matches!(existing.definition.executor, Executor::CLIENT | Executor::MCP)
+            || matches!(
+                existing.definition.executor,
+                Executor::CLIENT | Executor::MCP | Executor::AGENT | Executor::HANDOFF
+            )
     });
     if is_taken {
-        let message =
-            format!("\"{name}\" is the name of a built-in, of a client's or an upstream's tool");
+        let message = format!(
+            "\"{name}\" is the name of a built-in, an agent, a client's or an upstream's tool"
+        );
         return Err(Error::refused(Code::Conflict, message));
     }
     Ok(())

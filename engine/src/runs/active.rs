@@ -9,6 +9,7 @@ use serde_json::Value;
 use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
 use crate::calls::rejoin::PendingDelivery;
+use crate::domain::agent::OnParentEnd;
 use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunStatus};
 use crate::runs::subscribers::{RunDelta, RunSubscription, Subscriber, Subscribers};
@@ -34,6 +35,8 @@ pub(crate) struct ActiveRun {
     /// Signals that the user added a message.
     pub(crate) message_added: Notify,
     subscribers: Subscribers,
+    /// Fate of the run when the run that called it ends; `None` if no agent's call started it.
+    pub(crate) on_parent_end: Option<OnParentEnd>,
     /// The run's status, readable without the state lock.
     pub(crate) status: Mutex<RunStatus>,
 }
@@ -50,6 +53,7 @@ impl ActiveRun {
     pub(crate) fn new(run: Run) -> Arc<Self> {
         let status = Mutex::new(run.status);
         let owner = (run.project.clone(), run.owner.agent.clone());
+        let on_parent_end = run.lineage.as_ref().map(|lineage| lineage.on_parent_end);
         Arc::new(Self {
             owner,
             state: Arc::new(Held::new(ActiveRunState {
@@ -61,6 +65,7 @@ impl ActiveRun {
             driver_lock: Held::new(()),
             message_added: Notify::new(),
             subscribers: Subscribers::default(),
+            on_parent_end,
             status,
         })
     }

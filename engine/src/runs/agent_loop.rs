@@ -14,7 +14,9 @@ use crate::calls::Calls;
 use crate::runs::Runs;
 
 mod driver;
+mod ending;
 mod execute;
+mod late_results;
 mod limits;
 mod request;
 mod resume;
@@ -27,11 +29,16 @@ use serde_json::Value;
 use crate::calls::batch::{BatchEntryResult, BatchMode};
 use crate::domain::fault::Fault;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
+use crate::domain::run::handoff::{ActiveAgent, Handoff};
 use crate::domain::run::options::Concurrency;
+#[cfg(doc)]
+use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{FinalAnswer, PendingCall};
+use crate::domain::utp::AfterExecution;
 use crate::ports::model::Delta;
 
 pub use driver::AgentLoop;
+pub(crate) use driver::RecordedCallAnswer;
 pub use limits::check_messages;
 pub(crate) use limits::{call_fingerprint, replace_late_call_id, stop_reason_of};
 pub use tool_selection::{check_pinned_tools, check_tool_patterns};
@@ -52,7 +59,8 @@ pub enum StepOutcome {
     /// The calls were executed and their results are in the conversation: the next request can
     /// follow.
     Continue,
-    /// The model gave its final answer.
+    /// There is a final answer: the model's, or a result that ends the run
+    /// ([`FinalAnswer::terminated_by`]).
     Answered(FinalAnswer),
     /// The model called caller tools. The Toolcrib calls of the same reply have been executed and
     /// answered in the conversation; these calls await messages from the caller.
@@ -60,6 +68,12 @@ pub enum StepOutcome {
     /// The model has nothing to do until late results arrive. Any text of its reply is in the
     /// conversation.
     AwaitingResults,
+    /// The model handed the conversation off: the next request goes to another agent, whose
+    /// instructions, model and tools [`RunOptions::active_agent`] gives the loop.
+    HandedOff(Box<(Handoff, ActiveAgent)>),
+    /// Calls of tools that suspend the run have not ended. The next request follows when all of
+    /// them have.
+    Suspended,
 }
 
 /// An event of the agent loop, emitted as it happens.
@@ -122,6 +136,8 @@ pub enum LoopEvent<'a> {
         call: &'a PendingCall,
         /// Message that adds the result to the conversation.
         message: &'a Value,
+        /// Effect of the result on the run.
+        after_execution: Option<AfterExecution>,
     },
 }
 

@@ -22,6 +22,7 @@ use crate::calls::rejoin::PendingDelivery;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::json::{Json, canonicalize};
+use crate::domain::run::handoff::ActiveAgent;
 use crate::domain::run::progress::{Conversation, PendingCall};
 use crate::ports::bus::Topic;
 use crate::ports::core::{Core, from_store_error};
@@ -92,6 +93,9 @@ pub struct ConversationCheckpoint {
     pub known_messages: usize,
     /// Summaries of the calls so far, for the response.
     pub call_summaries: Vec<Value>,
+    /// The agent that continues the conversation after a handoff.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub active_agent: Option<Box<ActiveAgent>>,
 }
 
 #[derive(Serialize, Deserialize)]

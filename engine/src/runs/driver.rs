@@ -17,6 +17,7 @@ use crate::domain::caller::Caller;
 use crate::domain::directory::audit::RequestOrigin;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::model_reply::ModelReply;
+use crate::domain::run::handoff::{ActiveAgent, Handoff};
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunStatus};
@@ -31,6 +32,7 @@ use crate::registry::audit;
 use crate::runs::Runs;
 use crate::runs::active::{ActiveRun, ActiveRunState, RunGuard, StartedRun, run_not_found};
 use crate::runs::agent_loop::{AgentLoop, LoopEvent, StepOutcome};
+use crate::runs::finish::deliverable_card;
 use crate::runs::subscribers::{RunDelta, RunSubscription};
 
 /// Drives a run until it has ended, the server shuts down, or another process takes it over.
@@ -149,7 +151,10 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         let mut state = active_run.state.lock().await;
         (state.run.clone(), state.initial_messages.take())
     };
-    let chosen = find_model(engine, &run.model)?;
+    let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
+    let tree_position = (run.project.clone(), root.clone(), run.id.clone());
+    let active_model = run.options.active_agent.as_ref().and_then(|agent| agent.model.as_ref());
+    let chosen = find_model(engine, active_model.unwrap_or(&run.model))?;
     let messages = match initial_messages {
         Some(messages) => messages,
         None => {
@@ -184,6 +189,7 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         journaled_count,
         added_count: 0,
         uncommitted: &uncommitted,
+        tree_position,
     };
     driven.run_to_end(waits).await
 }
@@ -215,9 +221,12 @@ fn record_loop_event(
             "call_id": call.id, "tool_call_id": null, "name": call.name, "status": "SUCCEEDED",
             "ok": true, "digested": false, "error": null, "tools": tools,
         })),
-        LoopEvent::LateResult { call, .. } => uncommitted.lock().late_results.push(json!({
-            "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
-        })),
+        LoopEvent::LateResult { call, after_execution, .. } => {
+            uncommitted.lock().late_results.push(json!({
+                "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
+                "after_execution": after_execution,
+            }))
+        }
         other => {
             if let Some(delta) = RunDelta::from_loop_event(other) {
                 active_run.publish(delta);
@@ -237,6 +246,9 @@ fn settled_call_json(settled: &BatchEntryResult) -> Value {
         "digested": settled.is_digested,
         "error": settled.error().map(RunError::from),
     });
+    if let Some(after_execution) = settled.after_execution() {
+        body["after_execution"] = after_execution.as_str().into();
+    }
     if let Some(approval_id) = call.and_then(|call| call.pending_approval()) {
         body["approval_id"] = approval_id.into();
     }
@@ -257,6 +269,8 @@ struct RunDriver<'a> {
     /// Number of user messages that are in the conversation but not yet in the journal.
     added_count: usize,
     uncommitted: &'a Mutex<UncommittedEvents>,
+    /// Project, first run of the tree, and id of the run.
+    tree_position: (String, String, String),
 }
 
 impl RunDriver<'_> {
@@ -269,6 +283,7 @@ impl RunDriver<'_> {
             }
             self.take_user_messages().await;
             self.check_key_active()?;
+            self.check_budget();
             // A reply that was pending before is already in the journal.
             let is_new = self.conversation.progress.pending_reply.is_none();
             self.agent_loop.request_reply(&mut self.conversation).await?;
@@ -284,22 +299,28 @@ impl RunDriver<'_> {
             waits = false;
             match next {
                 StepOutcome::Continue | StepOutcome::CallerToolCalls(_) => {
-                    let calls = std::mem::take(&mut self.uncommitted.lock().calls);
-                    let data = json!({ "step": self.conversation.progress.steps, "calls": calls });
-                    self.commit_progress(Some((JournalKind::ToolResults, data)), None).await?;
+                    let record = self.step_record(&reply, true);
+                    self.commit_progress(record, None).await?;
                 }
-                StepOutcome::AwaitingResults => {
-                    let data = reply_json(&self.conversation, &reply);
-                    let record = Some((JournalKind::Replied, data));
+                StepOutcome::HandedOff(handoff) => {
+                    let record = self.step_record(&reply, true);
+                    let transition = Some(RunTransition::HandedOff(handoff));
+                    self.commit_progress(record, transition).await?;
+                    // The driver starts again, with the model and the tools of the other agent.
+                    return Ok(());
+                }
+                StepOutcome::AwaitingResults | StepOutcome::Suspended => {
+                    let record = self.step_record(&reply, acts);
                     let run = self.commit_progress(record, Some(RunTransition::Waiting)).await?;
                     waits = run.status == RunStatus::Waiting;
                 }
                 StepOutcome::Answered(answer) => {
-                    let data = reply_json(&self.conversation, &reply);
-                    let transition = Some(RunTransition::Answered(answer));
-                    let run = self
-                        .commit_progress(Some((JournalKind::Replied, data)), transition)
-                        .await?;
+                    // A late result that ends the run needs no reply.
+                    let has_reply = acts || answer.terminated_by.is_none();
+                    let record = has_reply.then(|| self.step_record(&reply, acts)).flatten();
+                    let card_id = self.store_deliverable(&answer).await?;
+                    let transition = Some(RunTransition::Answered(answer, card_id));
+                    let run = self.commit_progress(record, transition).await?;
                     if run.status.is_terminal() {
                         return Ok(());
                     }
@@ -308,9 +329,40 @@ impl RunDriver<'_> {
         }
     }
 
+    /// Returns the journal record of a step: the results of its calls, or its reply.
+    fn step_record(&self, reply: &ModelReply, acts: bool) -> Option<(JournalKind, Value)> {
+        if !acts {
+            return Some((JournalKind::Replied, reply_json(&self.conversation, reply)));
+        }
+        let calls = std::mem::take(&mut self.uncommitted.lock().calls);
+        let data = json!({ "step": self.conversation.progress.steps, "calls": calls });
+        Some((JournalKind::ToolResults, data))
+    }
+
+    /// Stores the card with the answer, before the run ends with its id. The result that terminated
+    /// the run has its card already.
+    async fn store_deliverable(&self, answer: &FinalAnswer) -> Result<String, Error> {
+        if let Some(call) = &answer.terminated_by {
+            return Ok(call.card_id.clone());
+        }
+        let (steps, now_ms) = (self.conversation.progress.steps, self.engine.core.wall_ms());
+        let run = self.active_run.state.lock().await.run.clone();
+        let card = deliverable_card(&run, steps, &answer.text, now_ms);
+        let card_id = card.card_id.clone();
+        self.engine.core.store.utp().put_card(card).await.map_err(from_store_error)?;
+        Ok(card_id)
+    }
+
     /// Fails if the agent or the project of the run is switched off.
     fn check_is_on(&self) -> Result<(), Error> {
         Ok(self.engine.registry.catalog().check_caller_is_on(&self.caller)?)
+    }
+
+    /// Ends the run with its next request if the budget that it shares with agents is used up.
+    fn check_budget(&mut self) {
+        let (project, root, run_id) = &self.tree_position;
+        self.conversation.progress.exhausted_budget =
+            self.engine.run_trees.exhausted(project, root, run_id);
     }
 
     /// Fails if the API key that the run acts for was revoked.
@@ -379,12 +431,16 @@ impl RunDriver<'_> {
                 .map(|data| JournalRecord::new(JournalKind::LateResult, now_ms, data));
             let mut entries: Vec<JournalRecord> = late.collect();
             entries.extend(record.map(|(kind, data)| JournalRecord::new(kind, now_ms, data)));
-            if let Some(last) = entries.last_mut() {
-                last.messages = messages;
-            }
+            let message_entry = entries.len().saturating_sub(1);
             // A message added in the meantime has no reply yet, so the run must not end or wait.
-            if let Some(transition) = transition.filter(|_| run.queued_messages.is_empty()) {
+            let applies = |transition: &RunTransition| {
+                run.queued_messages.is_empty() || matches!(transition, RunTransition::HandedOff(_))
+            };
+            if let Some(transition) = transition.filter(applies) {
                 entries.push(transition.apply(run, now_ms));
+            }
+            if let Some(entry) = entries.get_mut(message_entry) {
+                entry.messages = messages;
             }
             entries
         });
@@ -397,7 +453,10 @@ impl RunDriver<'_> {
 /// Change of a run's status at the end of a step.
 enum RunTransition {
     Waiting,
-    Answered(FinalAnswer),
+    /// Another agent continues the run.
+    HandedOff(Box<(Handoff, ActiveAgent)>),
+    /// The run ends with this answer, which the card with this id holds.
+    Answered(FinalAnswer, String),
 }
 
 impl RunTransition {
@@ -413,9 +472,27 @@ impl RunTransition {
                     .collect();
                 JournalRecord::new(JournalKind::Waiting, now_ms, json!({ "calls": calls }))
             }
-            Self::Answered(mut answer) => {
+            Self::HandedOff(handoff) => {
+                let (record, agent) = *handoff;
+                let mut data = json!(record);
+                data["step"] = run.progress.steps.into();
+                data["model"] = agent.model.as_ref().unwrap_or(&run.model).as_str().into();
+                run.options.active_agent = Some(Box::new(agent));
+                JournalRecord::new(JournalKind::HandedOff, now_ms, data)
+            }
+            Self::Answered(mut answer, card_id) => {
                 run.ended_ms = Some(now_ms);
+                run.deliverable_card_id = Some(card_id.clone());
+                let terminated_by = answer.terminated_by.clone();
+                if let Some(error) = terminated_by.as_ref().and_then(|call| call.error.clone()) {
+                    run.status = RunStatus::Failed;
+                    run.error = Some(error.clone());
+                    let data = json!({ "error": error, "deliverable_card_id": card_id,
+                        "terminated_by": terminated_by });
+                    return JournalRecord::new(JournalKind::Failed, now_ms, data);
+                }
                 let failure = run.progress.describe_total_failure();
+                let failure = failure.filter(|_| terminated_by.is_none());
                 (run.status, run.error) = match &failure {
                     None => (RunStatus::Succeeded, None),
                     Some(message) => {
@@ -429,8 +506,11 @@ impl RunTransition {
                 let mut data = json!({
                     "answer": answer.text, "limit": answer.stop_reason, "stopped": answer.finish_reason,
                     "usage": run.progress.usage, "steps": run.progress.steps,
-                    "calls": run.progress.calls,
+                    "calls": run.progress.calls, "deliverable_card_id": card_id,
                 });
+                if terminated_by.is_some() {
+                    data["terminated_by"] = json!(terminated_by);
+                }
                 run.answer = Some(answer);
                 if let Some(error) = &run.error {
                     data["error"] = json!(error);
@@ -560,14 +640,19 @@ impl Runs {
             let message = "the run was changed by another process meanwhile; try again";
             return Err(Error::refused(Code::Conflict, message));
         }
-        if next.status.is_terminal() && !state.run.status.is_terminal() {
+        let has_ended = next.status.is_terminal() && !state.run.status.is_terminal();
+        if has_ended {
             engine_metrics::count_run_end(next.status.as_str());
         }
+        self.run_trees.update(&next);
         *active_run.status.lock() = next.status;
         state.run = next.clone();
         drop(state);
         let (project, run_id) = (next.project.clone(), next.id.clone());
         self.core.bus.wake(&Topic::Run { project, run_id });
+        if has_ended {
+            self.handle_run_end(&next);
+        }
         Ok(next)
     }
 }

@@ -27,7 +27,7 @@ use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
 use crate::runs::active::{ActiveRun, RunGuard, StartedRun, run_not_found};
 use crate::runs::rejoin::undelivered_request;
-use crate::runs::{Runs, agent_loop};
+use crate::runs::{Runs, agent_loop, agents};
 
 /// Message with which a run is resumed that ended with an answer because all its calls failed.
 const RETRY_MESSAGE: &str = "Try again: the tools that failed may work now.";
@@ -60,6 +60,9 @@ pub struct RunRequest {
     pub execution_options: ExecutionOptions,
     /// A label. Never used for decisions.
     pub user_id: Option<String>,
+    /// Box of cards that gives the run, and the agents that it calls, their context.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_box_id: Option<String>,
     /// Trace context of the request, a W3C `traceparent`.
     #[serde(skip)]
     pub traceparent: Option<String>,
@@ -152,15 +155,21 @@ impl Runs {
             progress: RunProgress::default(),
             answer: None,
             error: None,
+            deliverable_card_id: None,
             queued_messages: Vec::new(),
             created_ms: now_ms,
             updated_ms: now_ms,
             ended_ms: None,
             version: 1,
+            lineage: None,
+            context_box_id: new.context_box_id,
         };
+        let mut messages = new.messages;
+        if let Some(box_id) = &run.context_box_id {
+            messages.insert(0, self.box_message(caller, box_id).await?);
+        }
         let data = json!({ "model": run.model });
-        let entry =
-            JournalRecord::new(JournalKind::Created, now_ms, data).with_messages(new.messages);
+        let entry = JournalRecord::new(JournalKind::Created, now_ms, data).with_messages(messages);
         let starting = self.clone().create_run(run, key, undelivered, entry, new.subscribes);
         self.dispatcher.detach_on_drop(starting).await
     }
@@ -245,6 +254,16 @@ impl Runs {
         if run.status.is_terminal() {
             return require_end_status(run, RunStatus::Canceled);
         }
+        self.stop_run(caller, run_id, reason).await
+    }
+
+    /// Cancels a run and its open calls, without a check of the caller's rights.
+    pub(crate) async fn stop_run(
+        self: &Arc<Self>,
+        caller: &Caller,
+        run_id: &str,
+        reason: Option<String>,
+    ) -> Result<Run, Error> {
         let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
         if state.run.status.is_terminal() {
             return require_end_status(state.run.clone(), RunStatus::Canceled);
@@ -264,7 +283,8 @@ impl Runs {
             vec![JournalRecord::new(JournalKind::Canceled, now_ms, data)]
         });
         let run = self.dispatcher.detach_on_drop(canceled).await?;
-        let by_owner = |call: &Call| call.origin.agent == run.owner.agent;
+        let by_owner =
+            |call: &Call| call.origin.agent == run.owner.agent && !self.is_detached_agent(call);
         self.calls.cancel_open_calls(caller, &run.id, "its run was canceled", by_owner).await;
         Ok(run)
     }
@@ -363,10 +383,12 @@ impl Runs {
             let Some(last) = page.last() else { break };
             after = Some((last.project.clone(), last.id.clone()));
             for run in page {
+                self.restore_tree(&run.project, agents::root_of(&run)).await?;
                 if self.active_runs.get(&run.project, &run.id).is_none() {
                     count += 1;
                     drop(self.lock_run(&run.project, &run.id).await?);
                 }
+                self.reconcile_agent_run(&run).await?;
             }
         }
         if count > 0 {
@@ -441,7 +463,7 @@ impl Runs {
 /// Reopens a run that has ended and resets the usage that counts against its limits.
 fn reopen_run(run: &mut Run) {
     (run.status, run.ended_ms) = (RunStatus::Running, None);
-    (run.answer, run.error) = (None, None);
+    (run.answer, run.error, run.deliverable_card_id) = (None, None, None);
     run.progress.reset_baseline();
 }
 

@@ -2,7 +2,7 @@
 //! recorded results, and nothing is executed. The report lists the steps at which the model acted
 //! differently.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -15,7 +15,7 @@ use crate::domain::run::options::{RunLimits, RunOptions};
 use crate::domain::run::progress::{Conversation, StopReason};
 use crate::domain::run::{JournalEntry, JournalKind};
 use crate::runs::Runs;
-use crate::runs::agent_loop::{self, EventSink, StepOutcome};
+use crate::runs::agent_loop::{self, EventSink, RecordedCallAnswer, StepOutcome};
 
 /// A step at which the model acted differently.
 #[derive(Debug, Clone, PartialEq)]
@@ -95,6 +95,8 @@ impl Runs {
         })?;
         let options =
             RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
+        // The replay begins with the first agent.
+        let options = RunOptions { active_agent: None, ..options };
         let mut conversation = Conversation::new(std::mem::take(&mut recording.initial_messages));
         let mut differences = Vec::new();
         let mut agent_loop = agent_loop::AgentLoop::with_available_tools(
@@ -207,6 +209,8 @@ struct RecordedResult {
     content: String,
     /// True if the call was executed and counted; false if it was only answered.
     was_executed: bool,
+    /// True if the result ended the run.
+    ended_run: bool,
 }
 
 /// A recorded reply of the model, with the inputs it received since the previous reply, other than
@@ -285,13 +289,16 @@ impl Recording {
     }
 
     fn add_results(&mut self, messages: &[Value], executed: &Value) {
-        let Some(step) = self.steps.last() else { return };
-        let executed: HashSet<&str> = executed
+        let Some(step) = self.steps.last_mut() else { return };
+        let executed: HashMap<&str, bool> = executed
             .as_array()
             .into_iter()
             .flatten()
-            .filter_map(|call| call["call_id"].as_str())
+            .filter_map(|call| {
+                Some((call["call_id"].as_str()?, call["after_execution"] == "terminate"))
+            })
             .collect();
+        step.is_final |= executed.values().any(|ended_run| *ended_run);
         for call in &step.reply.calls {
             let answer =
                 messages.iter().find(|message| message["tool_call_id"] == call.id.as_str());
@@ -300,7 +307,8 @@ impl Recording {
             recorded.extend(content.map(|content| RecordedResult {
                 id: call.id.clone(),
                 content: content.to_owned(),
-                was_executed: executed.contains(call.id.as_str()),
+                was_executed: executed.contains_key(call.id.as_str()),
+                ended_run: executed.get(call.id.as_str()) == Some(&true),
             }));
         }
     }
@@ -324,20 +332,21 @@ impl Recording {
         }
     }
 
-    /// Returns the next recorded result of this call, in order, and whether the call was executed.
-    /// The last result repeats for all further calls.
-    fn next_result(&mut self, call: &ToolCallRequest) -> (String, bool) {
+    /// Returns the next recorded result of this call, in order. The last result repeats for all
+    /// further calls.
+    fn next_result(&mut self, call: &ToolCallRequest) -> RecordedCallAnswer {
         let recorded = self.results.get_mut(&agent_loop::call_fingerprint(call));
         let next = recorded.and_then(|recorded| match recorded.len() {
             0 | 1 => recorded.front().cloned(),
             _ => recorded.pop_front(),
         });
-        let Some(RecordedResult { id, content, was_executed }) = next else {
+        let Some(RecordedResult { id, content, was_executed, ended_run }) = next else {
             self.unrecorded_calls += 1;
-            return (unrecorded_result(call), true);
+            let content = unrecorded_result(call);
+            return RecordedCallAnswer { content, is_executed: true, ends_run: false };
         };
         self.current_ids.insert(id, call.id.clone());
-        (content, was_executed)
+        RecordedCallAnswer { content, is_executed: was_executed, ends_run: ended_run }
     }
 }
 

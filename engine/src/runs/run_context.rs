@@ -21,7 +21,9 @@ use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, RunToolDefinitions};
-use crate::registry::catalog::{CatalogEntry, RESULT_READ, check_definition, compile_definitions};
+use crate::registry::catalog::{
+    CatalogEntry, RESULT_READ, RUN_FINISH, check_definition, compile_definitions,
+};
 use crate::registry::model_tool_names;
 use crate::runs::Runs;
 use crate::runs::context::{
@@ -240,6 +242,10 @@ impl Runs {
         if !tools.is_empty() && !has_reader {
             // The model needs it to read the omitted parts of a digest.
             tools.extend(self.registry.tool(caller, RESULT_READ));
+        }
+        if !tools.is_empty() {
+            // A run without any tool ends with its answer, and its model may not know tools at all.
+            tools.extend(self.registry.tool(caller, RUN_FINISH));
         }
         tools
     }

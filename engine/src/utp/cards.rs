@@ -9,12 +9,13 @@ use crate::domain::caller::Caller;
 use crate::domain::derived;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
-use crate::domain::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
-use crate::domain::utp::{Route, ToolStatus};
+use crate::domain::utp::card::{self, Card, TASK_DELIVERABLE, TOOL_CALL, TOOL_RESULT, into_map};
+use crate::domain::utp::{Route, ToolStatus, Turn, trace};
 use crate::lifecycle::is_final_message;
 use crate::ports::core::from_store_error;
 use crate::ports::store::utp::PutCardResult;
 use crate::utp::Utp;
+use crate::utp::inbox::derive_inbox_id;
 
 /// The call that a report or a card names.
 pub(crate) enum RouteLookup {
@@ -132,6 +133,38 @@ impl Utp {
 const ACKNOWLEDGE_DELAY_MS: u64 = 100;
 
 impl Utp {
+    /// Stores the deliverable of a turn that ends without one: a card with the reason. Returns its
+    /// id, which is the same for every attempt to end the turn.
+    pub(crate) async fn put_fallback_deliverable(
+        &self,
+        turn: &Turn,
+        reason: Option<&str>,
+    ) -> Result<String, Error> {
+        let hash = derive_inbox_id(&turn.project, &turn.turn_id, "deliverable");
+        let card_id = format!("deliverable{}", hash.trim_start_matches("inbox"));
+        let text = reason.unwrap_or("The turn ended without a deliverable.");
+        let trace_id = turn.traceparent.as_deref().and_then(trace::parse).map(|(id, _)| id);
+        let card = Card {
+            card_id: card_id.clone(),
+            project: turn.project.clone(),
+            kind: TASK_DELIVERABLE.to_owned(),
+            content: into_map(json!({ "__type__": "TextContent", "text": text })),
+            created_ms: self.core.clock.wall_ms(),
+            author_id: turn.agent_id.clone(),
+            metadata: into_map(json!({
+                "agent_turn_id": turn.turn_id,
+                "trace_id": trace_id,
+                "parent_step_id": turn.parent_step_id,
+            })),
+            tool_calls: None,
+            tool_call_id: None,
+            ttl_seconds: None,
+        };
+        // An earlier attempt may have stored it with another reason.
+        self.core.store.utp().put_card(card).await.map_err(from_store_error)?;
+        Ok(card_id)
+    }
+
     pub(crate) async fn find_card(
         &self,
         project: &str,

@@ -3,6 +3,7 @@
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use crate::domain::agent::AgentEntry;
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
 use crate::domain::derived;
@@ -10,7 +11,7 @@ use crate::domain::fault::{Code, Error};
 use crate::domain::id::hex;
 use crate::domain::tool::Executor;
 use crate::domain::utp::card::{Card, into_map};
-use crate::domain::utp::{AgentEntry, InboxItem, OutboxMessage, Route, trace};
+use crate::domain::utp::{InboxItem, OutboxMessage, Route, trace};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::utp::InboxPutResult;
@@ -204,8 +205,8 @@ impl Utp {
     /// Builds the wake-up message for an inbox item. Returns `None` if the agent has no worker or
     /// no publisher drains the outbox.
     pub(crate) fn build_wakeup(&self, item: &InboxItem, channel: &str) -> Option<OutboxMessage> {
-        let AgentEntry { worker_target, .. } =
-            self.registry.find_agent_entry(&item.project, &item.agent_id)?;
+        let found = self.registry.find_agent_entry(&item.project, &item.agent_id);
+        let AgentEntry { worker_target, .. } = found.filter(AgentEntry::is_wakeable)?;
         if !self.publishes_outbox {
             return None;
         }

@@ -84,7 +84,7 @@ pub struct TurnFinish {
     pub epoch: u64,
     /// Reason for the end, published with it.
     pub reason: Option<String>,
-    /// Id of the card with the turn's deliverable; must exist.
+    /// Id of the card with the turn's deliverable; must exist. `None` stores one with the reason.
     pub deliverable_card_id: Option<String>,
 }
 
@@ -303,10 +303,12 @@ impl Utp {
     ) -> Result<Turn, Error> {
         let TurnFinish { epoch, reason, deliverable_card_id } = finish;
         // Checked in this order, so that only the agent learns which cards exist.
-        self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
-        if let Some(card_id) = &deliverable_card_id {
-            self.card(caller, card_id).await?;
-        }
+        let turn = self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
+        let deliverable_card_id = match deliverable_card_id {
+            Some(card_id) => self.card(caller, &card_id).await?.card_id,
+            None => self.put_fallback_deliverable(&turn, reason.as_deref()).await?,
+        };
+        let deliverable_card_id = Some(deliverable_card_id);
         let wish = TurnTransition::Finish { reason, deliverable_card_id };
         self.transition_running_turn(caller, agent_id, turn_id, epoch, wish).await
     }

@@ -5,11 +5,13 @@
 
 mod access_rules;
 mod agent_loop;
+mod agents;
 mod batch;
 mod clients;
 mod clock_steps;
 mod context;
 mod credentials;
+mod endings;
 mod engine;
 mod examples;
 mod limits;

@@ -269,6 +269,10 @@ impl Store for FlakyStore {
         self.inner.undelivered()
     }
 
+    fn agents(&self) -> &dyn toolcrib::ports::store::agents::AgentStore {
+        self.inner.agents()
+    }
+
     fn approvals(&self) -> &dyn toolcrib::ports::store::approvals::ApprovalStore {
         self.inner.approvals()
     }

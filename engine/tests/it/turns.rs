@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use toolcrib::domain::utp::AgentEntry;
+use toolcrib::domain::agent::AgentEntry;
 use toolcrib::maintenance::turn_watchdog::{self, WakeupThrottle};
 use toolcrib::model_formats::ToolFormat;
 use toolcrib::ports::clock::ManualClock;
@@ -34,6 +34,7 @@ async fn an_agent_that_ignores_a_wakeup_is_woken_again_on_the_turns_channel() {
         profile: None,
         allowed_tools: None,
         updated_ms: 0,
+        definition: None,
     };
     engine.registry().put_agent_entry(&caller, entry).await.unwrap();
     let request = TurnLeaseRequest { channel: Some("u_1".into()), ..TurnLeaseRequest::default() };
@@ -80,6 +81,7 @@ async fn every_agent_with_unread_items_is_woken_again() {
             profile: None,
             allowed_tools: None,
             updated_ms: 0,
+            definition: None,
         };
         engine.registry().put_agent_entry(&caller, entry).await.unwrap();
         let turn = engine
@@ -135,6 +137,7 @@ async fn a_model_sees_only_the_tools_that_the_roster_allows_its_agent() {
             profile: None,
             allowed_tools,
             updated_ms: 0,
+            definition: None,
         };
         engine.registry().put_agent_entry(&caller, entry).await.unwrap();
         assert_eq!(visible_tools(&caller), names);

@@ -65,6 +65,7 @@ pub fn engine_limits(config: &Config) -> EngineLimits {
         max_batch_parallel: limits.max_batch_parallel,
         max_batch_bytes: limits.max_batch_bytes,
         max_open_runs: limits.max_open_runs,
+        max_child_runs: limits.max_child_runs,
     }
 }
 

@@ -1,10 +1,11 @@
-//! `keys`, `tokens`, `allow`, `deny`, `rules`, `limits`, `switch`, `audit`: manage access and
-//! permissions.
+//! `keys`, `tokens`, `allow`, `deny`, `rules`, `limits`, `switch`, `agents`, `audit`: manage
+//! access, permissions and agents.
 //!
 //! Without `--server` the commands work on the data directory, beside a running server or before
 //! its first start; write access to it makes the user the operator. With `--server` they need an
 //! admin key.
 
+pub mod agents;
 mod audit;
 mod keys;
 pub mod limits;

@@ -90,7 +90,14 @@ impl<'a> ApiRequest<'a> {
             self.path[..],
             [
                 "v1",
-                "keys" | "session_tokens" | "rules" | "limits" | "switches" | "audit" | "sources",
+                "keys"
+                    | "session_tokens"
+                    | "rules"
+                    | "limits"
+                    | "switches"
+                    | "audit"
+                    | "sources"
+                    | "agents",
                 ..
             ]
         )

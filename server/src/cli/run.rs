@@ -6,6 +6,7 @@
 
 pub(super) mod manage;
 mod replay;
+mod tree;
 mod view;
 use std::io::Read;
 use std::time::Duration;

@@ -30,6 +30,7 @@ impl Config {
         }
         self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
         self.configured_rules()?;
+        self.configured_agents()?;
         self.check_policies()?;
         self.check_numbers()?;
         self.limits.check_usage_limits()?;
@@ -185,6 +186,7 @@ impl Config {
             ("limits.max_batch_parallel", limits.max_batch_parallel),
             ("limits.max_batch_bytes", limits.max_batch_bytes),
             ("limits.max_open_runs", limits.max_open_runs),
+            ("limits.max_child_runs", limits.max_child_runs),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
             ("limits.max_streams", limits.max_streams),

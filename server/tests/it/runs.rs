@@ -2,7 +2,9 @@
 
 mod command;
 mod crash;
+mod ending;
 mod faults;
+mod handoff;
 mod late;
 mod streaming;
 mod tools;
@@ -140,12 +142,19 @@ async fn only_requested_and_permitted_tools_are_offered() {
     let mut body = question("?");
     body["tools"] = json!(["calculation.*"]);
     run_to_end(&server.api(), body).await;
-    assert_eq!(model.requests()[0].tool_names(), ["calculation__eval", "result__read"]);
+    assert_eq!(
+        model.requests()[0].tool_names(),
+        ["calculation__eval", "result__read", "run__finish"]
+    );
     // An agent is offered only the tools that it may call.
     let agent = server.keyed("p", "ada", "agent", &["time.*"]).await;
     run_to_end(&agent, question("?")).await;
     let offered = model.requests()[1].tool_names();
-    assert!(offered.iter().all(|tool| tool.starts_with("time__") || tool == "result__read"));
+    assert!(
+        offered.iter().all(|tool| tool.starts_with("time__")
+            || tool == "result__read"
+            || tool == "run__finish")
+    );
 }
 
 #[tokio::test]

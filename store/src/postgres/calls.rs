@@ -425,11 +425,15 @@ pub(super) async fn purge(
          WHERE c.project = r.project AND c.run_id = r.run_id) ORDER BY updated_ms LIMIT $2)",
         "WITH old AS (SELECT project, run_id FROM loops WHERE ended_ms < $1 \
          ORDER BY ended_ms LIMIT $2), entries AS (DELETE FROM loop_entries e USING old \
-         WHERE e.project = old.project AND e.run_id = old.run_id) \
+         WHERE e.project = old.project AND e.run_id = old.run_id), \
+         tree AS (DELETE FROM run_tree t USING old \
+         WHERE t.project = old.project AND t.run_id = old.run_id) \
          DELETE FROM loops USING old \
          WHERE loops.project = old.project AND loops.run_id = old.run_id",
         "DELETE FROM standing_approvals WHERE standing_id IN (SELECT standing_id \
          FROM standing_approvals WHERE expires_ms < $1 LIMIT $2)",
+        "DELETE FROM card_boxes WHERE (project, box_id) IN (SELECT project, box_id \
+         FROM card_boxes WHERE created_ms < $1 ORDER BY created_ms LIMIT $2)",
     ] {
         more |= session.execute(sql, &[&before, &limit]).await? == limit as u64;
     }

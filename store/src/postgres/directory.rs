@@ -2,6 +2,7 @@
 //! projects' own tools and the roster of agents are in the tables that tool services know:
 //! `resource.tools` and `resource.project_agents`.
 
+mod agents;
 mod api_keys;
 pub(super) mod audit;
 mod limits;
@@ -11,7 +12,6 @@ use serde_json::Value;
 use toolcrib::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
-use toolcrib::domain::utp::AgentEntry;
 use toolcrib::ports::store::{SaveResult, StoreError};
 
 use super::change::WriterConnection;
@@ -19,8 +19,8 @@ use super::pool::PooledSession;
 use super::strip_nul_chars;
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::{
-    RowReader, decode, encode, encode_definition, read_client, read_limit, read_offer,
-    read_project, read_switch, read_tool, read_upstream,
+    RowReader, encode_definition, read_client, read_limit, read_offer, read_project, read_switch,
+    read_tool, read_upstream,
 };
 
 pub(super) async fn read_version(session: &Session) -> Result<u64, SessionError> {
@@ -51,10 +51,6 @@ const TOOLS: &str = "SELECT project, name, definition FROM client_tools UNION AL
 const CLIENTS: &str = "SELECT project, client_id, owner, registered_ms FROM clients";
 const UPSTREAMS: &str =
     "SELECT project, name, kind, settings, added_ms FROM upstreams ORDER BY project, name";
-const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profile, \
-     toolcrib_allowed_tools, (extract(epoch FROM updated_at) * 1000)::bigint \
-     FROM resource.project_agents WHERE NOT toolcrib_automatic ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
-
 /// Loads the whole directory from one snapshot.
 pub(super) async fn load(mut pooled: PooledSession) -> Result<Directory, SessionError> {
     pooled.begin_snapshot().await?;
@@ -65,7 +61,7 @@ pub(super) async fn load(mut pooled: PooledSession) -> Result<Directory, Session
         projects: session
             .query_map("SELECT id, title, created_ms FROM projects ORDER BY id", &[], read_project)
             .await?,
-        roster: session.query_map(ROSTER, &[], read_agent_entry).await?,
+        roster: session.query_map(agents::ROSTER, &[], agents::read_agent_entry).await?,
         clients: session.query_map(CLIENTS, &[], read_client).await?,
         offers: session
             .query_map("SELECT project, tool, client_id FROM offers", &[], read_offer)
@@ -81,18 +77,6 @@ pub(super) async fn load(mut pooled: PooledSession) -> Result<Directory, Session
     };
     pooled.end_snapshot().await?;
     Ok(directory)
-}
-
-fn read_agent_entry(row: &tokio_postgres::Row) -> Result<AgentEntry, StoreError> {
-    let (profile, allowed) = (row.optional_text(3)?, row.optional_text(4)?);
-    Ok(AgentEntry {
-        project: row.text(0)?,
-        agent_id: row.text(1)?,
-        worker_target: row.text(2)?,
-        profile: profile.map(|text| decode(&text)).transpose()?,
-        allowed_tools: allowed.map(|text| decode(&text)).transpose()?,
-        updated_ms: row.unsigned(5)?,
-    })
 }
 
 /// Applies a change, unless the directory has changed since the caller decided on it.
@@ -139,7 +123,7 @@ pub(super) async fn apply_change(
             let sql = "DELETE FROM resource.tools WHERE project_id = $1 AND tool_name = $2";
             session.execute(sql, &[project, name]).await?;
         }
-        DirectoryChange::PutAgent(member) => put_agent_entry(session, member).await?,
+        DirectoryChange::PutAgent(entry) => agents::put_agent_entry(session, entry).await?,
         DirectoryChange::SetUpstreamTools { project, upstream, tools } => {
             set_upstream_tools(session, project, upstream, tools).await?;
         }
@@ -282,28 +266,6 @@ async fn retire_versions(
     let sql = "UPDATE tool_versions SET replaced_ms = $3 \
                WHERE project = $1 AND name = $2 AND replaced_ms IS NULL";
     session.execute(sql, &[&project, &name, &at_ms]).await?;
-    Ok(())
-}
-
-async fn put_agent_entry(session: &Session, member: &AgentEntry) -> Result<(), SessionError> {
-    let allowed = member.allowed_tools.as_ref().map(encode).transpose()?;
-    let sql = "INSERT INTO resource.project_agents (project_id, agent_id, worker_target, \
-               toolcrib_profile, toolcrib_allowed_tools, updated_at) \
-               VALUES ($1, $2, $3, $4, $5, to_timestamp($6::bigint / 1000.0)) \
-               ON CONFLICT (project_id, agent_id) DO UPDATE SET \
-               worker_target = excluded.worker_target, \
-               toolcrib_profile = excluded.toolcrib_profile, \
-               toolcrib_allowed_tools = excluded.toolcrib_allowed_tools, \
-               toolcrib_automatic = false, updated_at = excluded.updated_at";
-    let params: SqlParams<'_> = &[
-        &member.project,
-        &member.agent_id,
-        &member.worker_target,
-        &member.profile.as_ref().map(Json::text),
-        &allowed,
-        &(member.updated_ms as i64),
-    ];
-    session.execute(sql, params).await?;
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use super::directory::audit::chain_existing_rows;
 use crate::postgres::session::Session;
 use crate::row::RowReader;
 
-const MIGRATIONS: [&str; 9] = [
+const MIGRATIONS: [&str; 10] = [
     include_str!("../../migrations/postgres/0001_init.sql"),
     include_str!("../../migrations/postgres/0002_tool_calls.sql"),
     include_str!("../../migrations/postgres/0003_undelivered_requests.sql"),
@@ -17,6 +17,7 @@ const MIGRATIONS: [&str; 9] = [
     include_str!("../../migrations/postgres/0007_limits_and_switches.sql"),
     AUDIT_CHAIN,
     include_str!("../../migrations/postgres/0009_existing_tool_services.sql"),
+    include_str!("../../migrations/postgres/0010_agents.sql"),
 ];
 
 /// The program chains the rows of the audit log after this migration.

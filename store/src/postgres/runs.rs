@@ -46,6 +46,10 @@ async fn create_run(
         &row.body,
     ];
     writer.session.execute(sql, params).await?;
+    if let Some(lineage) = &run.lineage {
+        let sql = "INSERT INTO run_tree VALUES ($1, $2, $3)";
+        writer.session.execute(sql, &[&run.project, &lineage.root_run_id, &run.id]).await?;
+    }
     append_journal(writer, row).await?;
     if let Some(request) = &row.undelivered {
         insert_undelivered(&writer.session, request).await?;

@@ -16,7 +16,7 @@ use toolcrib::domain::fault::{Code, Fault, SideEffect};
 use toolcrib::domain::json::Json;
 use toolcrib::domain::retry::{Backoff, DEFAULT_INPUT_TIMEOUT_MS};
 use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
-use toolcrib::domain::utp::Route;
+use toolcrib::domain::utp::{AfterExecution, Route};
 use toolcrib::ports::store::StoreError;
 
 use super::caller_identity::{self, StoredIdentity};
@@ -186,6 +186,9 @@ struct StoredTarget<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     traits: Option<SourceTraits>,
     effect: Effect,
+    /// Omitted when the definition declares none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    after_execution: Option<AfterExecution>,
     /// Omitted when they equal the arguments of the call.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     args: Option<Json>,
@@ -324,6 +327,7 @@ fn encode_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> Stored
         executor: (target.executor != call.target.executor).then_some(target.executor),
         traits: (target.traits != target.executor.traits()).then_some(target.traits),
         effect: target.effect,
+        after_execution: target.after_execution,
         args: with_args.then(|| target.args.clone()),
     }
 }
@@ -341,6 +345,7 @@ fn decode_target(
         executor,
         traits: stored.traits.unwrap_or_else(|| executor.traits()),
         effect: stored.effect,
+        after_execution: stored.after_execution,
         args: stored.args.unwrap_or_else(|| args.clone()),
     }
 }

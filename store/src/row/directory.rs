@@ -1,6 +1,7 @@
 //! Reads the parts of the directory from rows.
 
 use toolcrib::domain::access_rules::{AccessRule, RuleSetVersion};
+use toolcrib::domain::agent::AgentVersion;
 use toolcrib::domain::directory::audit::{AuditRow, RequestOrigin};
 use toolcrib::domain::directory::kill_switches::KillSwitch;
 use toolcrib::domain::directory::usage_limits::{LimitValues, UsageLimit};
@@ -21,6 +22,11 @@ pub(crate) fn read_client(row: &impl RowReader) -> Result<Client, StoreError> {
         owner: row.text(2)?,
         registered_ms: row.unsigned(3)?,
     })
+}
+
+/// Reads `definition, created_ms`.
+pub(crate) fn read_agent_version(row: &impl RowReader) -> Result<AgentVersion, StoreError> {
+    Ok(AgentVersion { definition: decode(&row.text(0)?)?, created_ms: row.unsigned(1)? })
 }
 
 /// Reads `project, tool, client_id`.

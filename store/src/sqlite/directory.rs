@@ -1,5 +1,6 @@
 //! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
+mod agents;
 mod api_keys;
 pub(super) mod audit;
 mod limits;
@@ -9,16 +10,12 @@ use rusqlite::{Connection, Row, params};
 use toolcrib::domain::directory::{
     AuditEntry, Client, Directory, DirectoryChange, Project, UnlistedTools,
 };
-use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
-use toolcrib::domain::utp::AgentEntry;
 use toolcrib::ports::store::{SaveResult, StoreError};
 
 use super::reader::{query_map, to_store_error};
 use super::upstreams;
-use crate::row::{
-    RowReader, decode, encode_definition, read_client, read_offer, read_project, read_tool,
-};
+use crate::row::{encode_definition, read_client, read_offer, read_project, read_tool};
 
 pub(super) fn read_version(connection: &Connection) -> Result<u64, StoreError> {
     read_counter(connection, "directory_version")
@@ -48,7 +45,7 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
         version: read_version(connection)?,
         tools: tools(connection)?,
         projects: projects(connection)?,
-        roster: roster(connection)?,
+        roster: agents::list_roster(connection)?,
         clients: query_rows(
             connection,
             "SELECT project, client_id, owner, registered_ms FROM clients",
@@ -87,22 +84,6 @@ fn projects(connection: &Connection) -> Result<Vec<Project>, StoreError> {
     })
 }
 
-fn roster(connection: &Connection) -> Result<Vec<AgentEntry>, StoreError> {
-    let sql = "SELECT project, agent_id, worker_target, profile, allowed_tools, updated_ms \
-               FROM roster ORDER BY project, agent_id";
-    query_rows(connection, sql, |row| {
-        let (profile, allowed) = (row.optional_text(3)?, row.optional_text(4)?);
-        Ok(AgentEntry {
-            project: row.text(0)?,
-            agent_id: row.text(1)?,
-            worker_target: row.text(2)?,
-            profile: profile.map(|text| Json::parse(&text)).transpose().unwrap_or_default(),
-            allowed_tools: allowed.map(|text| decode(&text)).transpose()?,
-            updated_ms: row.unsigned(5)?,
-        })
-    })
-}
-
 fn put_tool(
     connection: &Connection,
     tool: &ToolDefinition,
@@ -137,22 +118,6 @@ fn retire_versions(
     Ok(())
 }
 
-fn put_agent_entry(connection: &Connection, member: &AgentEntry) -> rusqlite::Result<()> {
-    let allowed = member.allowed_tools.as_ref().map(serde_json::to_string).transpose();
-    connection.execute(
-        "INSERT OR REPLACE INTO roster VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
-        params![
-            member.project,
-            member.agent_id,
-            member.worker_target,
-            member.profile.as_ref().map(Json::text),
-            allowed.map_err(|_| rusqlite::Error::InvalidQuery)?,
-            member.updated_ms as i64
-        ],
-    )?;
-    Ok(())
-}
-
 fn tools(connection: &Connection) -> Result<Vec<ToolDefinition>, StoreError> {
     query_rows(connection, TOOLS_SQL, |row| read_tool(row))
 }
@@ -180,7 +145,7 @@ fn apply_project_change(
                 [project, name],
             )?;
         }
-        DirectoryChange::PutAgent(member) => put_agent_entry(connection, member)?,
+        DirectoryChange::PutAgent(entry) => agents::put_agent_entry(connection, entry)?,
         DirectoryChange::DropAgent { project, agent_id } => {
             connection.execute(
                 "DELETE FROM roster WHERE project = ?1 AND agent_id = ?2",

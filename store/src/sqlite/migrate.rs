@@ -7,7 +7,7 @@ use rusqlite::{Connection, TransactionBehavior};
 use crate::sqlite::SqliteOpenError;
 use crate::sqlite::directory::audit::chain_existing_rows;
 
-const MIGRATIONS: [&str; 16] = [
+const MIGRATIONS: [&str; 17] = [
     include_str!("../../migrations/sqlite/0001_init.sql"),
     include_str!("../../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../../migrations/sqlite/0003_runs.sql"),
@@ -24,6 +24,7 @@ const MIGRATIONS: [&str; 16] = [
     include_str!("../../migrations/sqlite/0014_approvals.sql"),
     include_str!("../../migrations/sqlite/0015_limits_and_switches.sql"),
     AUDIT_CHAIN,
+    include_str!("../../migrations/sqlite/0017_agents.sql"),
 ];
 
 /// The program chains the rows of the audit log after this migration: SQL cannot hash.

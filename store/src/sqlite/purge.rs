@@ -25,6 +25,12 @@ pub(super) fn purge(
     let run_tools = run_tools::purge_run_tools(connection, before_ms, limit)?;
     let runs = runs::purge_runs(connection, before_ms, limit)?;
     let standing = purge_standing(connection, before_ms, limit)?;
+    let boxes = connection
+        .prepare_cached(
+            "DELETE FROM card_boxes WHERE (project, box_id) IN (SELECT project, box_id \
+             FROM card_boxes WHERE created_ms < ?1 ORDER BY created_ms LIMIT ?2)",
+        )?
+        .execute([before_ms, i64::try_from(limit).unwrap_or(i64::MAX)])?;
     // SQLite reuses the positions of the newest calls after they are purged: the low watermark must
     // not be ahead of them.
     connection
@@ -34,7 +40,7 @@ pub(super) fn purge(
         )?
         .execute([])?;
     let calls = positions.len();
-    let has_more = [calls, run_tools, runs, standing].contains(&limit);
+    let has_more = [calls, run_tools, runs, standing, boxes].contains(&limit);
     Ok(PurgeResult { calls, has_more })
 }
 

@@ -53,6 +53,12 @@ fn create_run(
             row.key.as_ref().map(|key| key.fingerprint.as_str()),
             row.body,
         ])?;
+    if let Some(lineage) = &run.lineage {
+        writer
+            .connection()?
+            .prepare_cached("INSERT INTO run_tree VALUES (?1, ?2, ?3)")?
+            .execute(params![run.project, lineage.root_run_id, run.id])?;
+    }
     append_journal(writer, row)?;
     if let Some(request) = &row.undelivered {
         insert_undelivered(writer.connection()?, request)?;
@@ -120,6 +126,7 @@ pub(super) fn purge_runs(
     for (project, run_id) in old {
         for sql in [
             "DELETE FROM loop_entries WHERE project = ?1 AND run_id = ?2",
+            "DELETE FROM run_tree WHERE project = ?1 AND run_id = ?2",
             "DELETE FROM loops WHERE project = ?1 AND run_id = ?2",
         ] {
             connection.prepare_cached(sql)?.execute(params![project, run_id])?;

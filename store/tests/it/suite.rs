@@ -3,6 +3,7 @@
 //! `conformance!(name, open)` turns each of them into a test of one store. A behavior that is
 //! missing from the list below is dead code, which the lints reject.
 
+pub mod agents;
 pub mod approvals;
 pub mod audit;
 pub mod calls;
@@ -99,6 +100,11 @@ macro_rules! conformance {
                     limits_and_switches_are_stored_replaced_and_removed
                     accepted_calls_are_listed_newest_first_since_a_time
                     a_recorded_clock_step_corrects_the_calls_before_it
+                }
+                agents {
+                    every_version_of_an_agent_is_kept
+                    the_runs_of_a_tree_are_found_and_purged
+                    a_box_is_read_back_and_purged
                 }
                 approvals {
                     an_approval_is_stored_with_its_call

@@ -121,6 +121,7 @@ pub fn target(tool: &str, args: &str) -> Target {
         executor: Executor::BUILTIN,
         traits: Executor::BUILTIN.traits(),
         effect: Effect::Read,
+        after_execution: None,
         args: json(args),
     }
 }

@@ -28,6 +28,7 @@ use utoipa_axum::routes;
 use super::HttpState;
 
 pub use admin::audit::{AuditBody, AuditVerificationBody};
+pub use agents::definition::AgentBody;
 pub use keys::session_tokens::SessionTokenBody;
 pub use keys::{KeyBody, NewKeyBody};
 pub use sources::{
@@ -121,6 +122,7 @@ fn run_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(runs::resume))
         .routes(routes!(runs::stream::run_events))
         .routes(routes!(runs::replay::replay))
+        .routes(routes!(runs::tree::show_tree))
 }
 
 /// Routes of UTP: cards, reports, agents, turns and inboxes.
@@ -132,8 +134,11 @@ fn utp_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(cards::report))
         .routes(routes!(cards::dead_letters))
         .routes(routes!(cards::redrive))
+        .routes(routes!(cards::boxes::create_box))
+        .routes(routes!(cards::boxes::show_box))
         .routes(routes!(agents::list))
-        .routes(routes!(agents::show, agents::put, agents::drop_agent))
+        .routes(routes!(agents::show, agents::definition::put, agents::drop_agent))
+        .routes(routes!(agents::definition::versions))
         .routes(routes!(agents::inbox))
         .routes(routes!(agents::ack))
         .routes(routes!(agents::lease))

@@ -10,6 +10,7 @@ use toolcrib::domain::json::Json;
 use toolcrib::domain::tool::ToolDefinition;
 use toolcrib::domain::tool::availability::ToolClient;
 use toolcrib::domain::trace::TraceParent;
+use toolcrib::domain::utp::AfterExecution;
 use toolcrib::registry::CatalogEntry;
 use toolcrib::{Caller, Engine};
 use toolcrib_protocol::background_task::{MAX_DATA_BYTES, TaskOutcome};
@@ -211,6 +212,11 @@ pub(super) struct CallBody<'a> {
     /// True if the call succeeded only in part; omitted otherwise.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     partial: bool,
+    /// Once the call has ended, the effect of its result on the run or turn that made it: `suspend`
+    /// (it continues) or `terminate` (it ends). The result's `__cg_control.after_execution` takes
+    /// precedence over the tool's definition.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    after_execution: Option<&'static str>,
     /// The trace of the call: the caller's, or a new one if the server exports spans.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
@@ -342,6 +348,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             user_id: call.origin.user_id.as_deref(),
             taken_by: call.acknowledged_by.as_deref(),
             partial: outcome.is_some_and(|outcome| outcome.partial),
+            after_execution: AfterExecution::from_call(call).map(AfterExecution::as_str),
             trace_id: None,
             joined: false,
             outcome: outcome.map(OutcomeBody::from),

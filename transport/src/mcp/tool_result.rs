@@ -23,6 +23,7 @@ use toolcrib::Json;
 use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
 use toolcrib::domain::tool::Effect;
+use toolcrib::domain::utp::AfterExecution;
 use toolcrib::registry::CatalogEntry;
 use toolcrib::results::{digest, tokens};
 
@@ -68,10 +69,14 @@ fn from_ended_call(call: &Call, tool: ResultFormat, budget: usize) -> CallToolRe
     with_call_meta(result, call)
 }
 
-/// Adds the `_meta` fields that the results of all calls have: the id of the call.
+/// Adds the `_meta` fields that the results of all calls have: the id of the call and, once it has
+/// ended, the effect of its result on the client's run.
 fn with_call_meta(mut result: CallToolResult, call: &Call) -> CallToolResult {
     let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
     meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());
+    if let Some(after) = AfterExecution::from_call(call) {
+        meta.0.insert("toolcrib/after_execution".to_owned(), after.as_str().into());
+    }
     result
 }
 

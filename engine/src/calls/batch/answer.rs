@@ -8,6 +8,7 @@ use crate::calls::rejoin::PendingDelivery;
 use crate::domain::call::{Call, CallMetrics, Hold};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
+use crate::domain::utp::AfterExecution;
 use crate::model_formats::{
     self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
 };
@@ -182,6 +183,15 @@ impl BatchEntryResult {
                 call.outcome.as_ref().map(|outcome| outcome.metrics)
             }
             _ => None,
+        }
+    }
+
+    /// Returns the effect of the entry's result on the run that made the call. A refused entry has
+    /// none, and neither has an open one yet.
+    pub fn after_execution(&self) -> Option<AfterExecution> {
+        match &self.state {
+            BatchEntryState::Ended { call, .. } => AfterExecution::from_call(call),
+            BatchEntryState::Open(_) | BatchEntryState::Refused(_) => None,
         }
     }
 

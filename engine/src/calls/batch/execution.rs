@@ -19,7 +19,8 @@ use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::domain::tool::Effect;
+use crate::domain::tool::{Effect, Executor};
+use crate::domain::utp::AfterExecution;
 use crate::model_formats::{CallParseError, ParsedToolCall};
 use crate::ports::store::{CommitGroup, GroupMember};
 use crate::registry::audit;
@@ -192,9 +193,11 @@ impl BatchExecution {
             BatchMode::Serial => true,
             BatchMode::Unordered => false,
             // An unknown tool is refused at once and need not wait for its predecessors.
-            BatchMode::Parallel => self.tools[index]
-                .as_ref()
-                .is_some_and(|tool| tool.definition.effect != Effect::Read),
+            // Agents work side by side: each has a run of its own.
+            BatchMode::Parallel => self.tools[index].as_ref().is_some_and(|tool| {
+                tool.definition.effect != Effect::Read
+                    && tool.definition.executor != Executor::AGENT
+            }),
         };
         let (mut ordered, mut lanes) = (EntryLane::new(), Vec::new());
         for (index, entry) in self.parsed.iter().enumerate() {
@@ -383,6 +386,8 @@ impl BatchExecution {
         }
         self.result_bytes.fetch_sub(size, Ordering::Relaxed);
         let mut slim = (*call).clone();
+        // The result may override it, and is omitted here.
+        slim.target.after_execution = AfterExecution::from_call(&call);
         if let Some(outcome) = &mut slim.outcome {
             outcome.data = None;
         }

@@ -385,6 +385,7 @@ mod tests {
             executor: Executor::BUILTIN,
             traits: Executor::BUILTIN.traits(),
             effect: Effect::Irreversible,
+            after_execution: None,
             args: Json::parse(args).unwrap(),
         }
     }

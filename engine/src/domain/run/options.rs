@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::domain::retry::{Backoff, MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
+use crate::domain::run::handoff::ActiveAgent;
 use crate::domain::run::tool_mode::ToolMode;
 
 /// Options of a conversation.
@@ -46,12 +47,23 @@ pub struct RunOptions {
     pub user_id: Option<String>,
     /// W3C `traceparent` of the trace that the calls belong to.
     pub traceparent: Option<String>,
+    /// The agent that continues the conversation after a handoff: its instructions, model and
+    /// tools take the place of these options.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub active_agent: Option<Box<ActiveAgent>>,
 }
 
 impl RunOptions {
     /// Creates options for this model, with all tools that the caller may call.
     pub fn new(model: impl Into<String>, run_id: impl Into<String>) -> Self {
         Self { model: model.into(), run_id: run_id.into(), ..Self::default() }
+    }
+
+    /// Returns the names and patterns of the tools that the model sees; `None` means all tools that
+    /// the caller may call.
+    pub fn offered_tools(&self) -> Option<&[String]> {
+        let active = self.active_agent.as_ref().and_then(|agent| agent.tools.as_deref());
+        active.or(self.tools.as_deref())
     }
 }
 

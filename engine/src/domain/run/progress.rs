@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
 use crate::domain::model_reply::{FinishReason, ModelReply, TokenUsage};
 
@@ -21,6 +22,9 @@ pub struct PendingCall {
     pub call_id: String,
     /// The tool's model-facing name.
     pub name: String,
+    /// True if no request to the model is sent before the call has ended.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspends: bool,
 }
 
 /// Counts consecutive identical calls with the same result.
@@ -136,6 +140,12 @@ pub struct RunProgress {
     /// fail.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub has_withheld_call: bool,
+    /// The answer of a result that terminates the run; once set, no request to the model follows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ending: Option<Box<FinalAnswer>>,
+    /// The budget, shared with the agents of the tree, that is used up.
+    #[serde(skip)]
+    pub exhausted_budget: Option<StopReason>,
 }
 
 impl RunProgress {
@@ -174,6 +184,7 @@ impl RunProgress {
         self.baseline = self.usage_so_far();
         (self.repeated_steps, self.failed_steps) = (0, 0);
         (self.last_failure, self.has_withheld_call) = (None, false);
+        self.ending = None;
         if self.pending_reply.is_none() {
             self.stop_reason = None;
         }
@@ -220,8 +231,8 @@ impl Conversation {
     }
 }
 
-/// The final answer of the model.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+/// The final answer of a run: the model's, or a result that terminates the run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct FinalAnswer {
     /// Text of the answer.
     pub text: String,
@@ -232,6 +243,56 @@ pub struct FinalAnswer {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(rename = "closing")]
     pub stop_reason: Option<StopReason>,
+    /// The call whose result terminated the run, if one did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub terminated_by: Option<TerminatingCall>,
+}
+
+/// A call whose result terminated a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TerminatingCall {
+    /// Id of the stored call, `tc_…`.
+    pub tool_call_id: CallId,
+    /// Name of the tool.
+    pub name: String,
+    /// Id of the card with the result: the deliverable of the run.
+    pub card_id: String,
+    /// Typed fields of the result, if the tool `run.finish` set them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub result_fields: Option<Value>,
+    /// The fault, if the call failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<RunError>,
+}
+
+/// A fault in its stored form.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunError {
+    /// Wire name of the fault's [`Code`].
+    pub code: String,
+    /// Text for people and models.
+    pub message: String,
+    /// Structured data of the fault.
+    #[serde(default)]
+    pub detail: Option<Value>,
+    /// True if the same request can succeed later.
+    pub retryable: bool,
+}
+
+impl From<&Fault> for RunError {
+    fn from(fault: &Fault) -> Self {
+        let (message, detail) = (fault.message.clone(), fault.detail.clone());
+        let (code, retryable) = (fault.code.as_str().to_owned(), fault.retryable);
+        Self { code, message, detail, retryable }
+    }
+}
+
+impl From<RunError> for Fault {
+    fn from(error: RunError) -> Self {
+        let code = Code::parse(&error.code).unwrap_or(Code::Internal);
+        let fault = Self::new(code, error.message).retryable(error.retryable);
+        Self { detail: error.detail, ..fault }
+    }
 }
 
 impl FinalAnswer {

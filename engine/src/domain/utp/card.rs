@@ -14,6 +14,8 @@ use crate::domain::id::CallId;
 pub const TOOL_CALL: &str = "tool.call";
 /// Type of the card that holds its result.
 pub const TOOL_RESULT: &str = "tool.result";
+/// Type of the card that a turn or a run ends with, unless a result ended it.
+pub const TASK_DELIVERABLE: &str = "task.deliverable";
 
 /// Every card type.
 const CARD_TYPES: [&str; 12] = [
@@ -21,7 +23,7 @@ const CARD_TYPES: [&str; 12] = [
     "agent.thought",
     TOOL_CALL,
     TOOL_RESULT,
-    "task.deliverable",
+    TASK_DELIVERABLE,
     "task.result_fields",
     "agent.error",
     "sys.profile",
@@ -286,10 +288,7 @@ impl Card {
 
     /// Returns the effect on the turn: the result's own control field, else the card's field.
     pub fn after_execution(&self) -> AfterExecution {
-        let control = self.content.get("result").and_then(|result| result.get("__cg_control"));
-        let from_control = control.and_then(|control| control.get("after_execution"));
-        let from_control =
-            from_control.and_then(Value::as_str).and_then(|text| text.trim().parse().ok());
+        let from_control = self.content.get("result").and_then(AfterExecution::from_control);
         let from_content =
             || self.content_text("after_execution").and_then(|text| text.parse().ok());
         from_control.or_else(from_content).unwrap_or_default()

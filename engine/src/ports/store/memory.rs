@@ -2,6 +2,7 @@
 //!
 //! It is deliberately simple: one lock over plain maps. It keeps everything until it is purged.
 
+mod agents;
 mod approvals;
 mod audit;
 mod credentials;
@@ -51,6 +52,7 @@ struct MemoryState {
     /// Position of the last call before each change of the time of day, and the change.
     clock_steps: Vec<(u64, i64)>,
     approvals: approvals::MemoryApprovals,
+    agents: agents::MemoryAgents,
 }
 
 /// Stores everything in memory.
@@ -356,6 +358,7 @@ impl Store for MemoryStore {
         let oldest = state.calls.values().map(|call| call.created_ms).min();
         self.utp.purge_replaced(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
         state.approvals.purge_standing(ended_before_ms);
+        state.agents.purge_boxes(ended_before_ms);
         let runs = state.purge_run_tool_definitions(ended_before_ms, limit);
         let loops = state.purge_ended_runs(ended_before_ms, limit);
         let calls = old.len();
@@ -442,6 +445,10 @@ impl Store for MemoryStore {
         self
     }
 
+    fn agents(&self) -> &dyn super::agents::AgentStore {
+        self
+    }
+
     fn approvals(&self) -> &dyn super::approvals::ApprovalStore {
         self
     }
@@ -484,7 +491,12 @@ impl MemoryState {
                 self.directory.rules = self.rules.in_force();
                 self.directory.rule_versions = self.rules.present_versions();
             }
-            other => directory::apply(&mut self.directory, other),
+            other => {
+                if let DirectoryChange::PutAgent(entry) = &other {
+                    self.agents.record_version(entry);
+                }
+                directory::apply(&mut self.directory, other);
+            }
         }
     }
 }

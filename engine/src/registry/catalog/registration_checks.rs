@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{Catalog, ClientRegistration, RESULT_READ, require_client_owner};
+use super::{Catalog, ClientRegistration, RESULT_READ, RUN_FINISH, require_client_owner};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, helper_name_conflict};
@@ -59,7 +59,8 @@ fn registration_conflict(
     if MCP_HELPER_TOOLS.contains(&name.as_str()) {
         return Some(helper_name_conflict(name));
     }
-    if catalog.shared_tools.contains_key(name) || name == RESULT_READ {
+    if catalog.shared_tools.contains_key(name) || matches!(name.as_str(), RESULT_READ | RUN_FINISH)
+    {
         return Some(format!("\"{name}\" is a built-in tool; choose another name"));
     }
     // Models call a built-in tool by this name. A tool that has it as its exact name would be

@@ -4,22 +4,29 @@ mod run_state;
 
 use std::sync::Arc;
 
-use super::{EventSink, LoopEvent, StepOutcome, ignore_events};
+use serde_json::json;
+
+use super::{EventSink, LoopEvent, StepOutcome, ending, ignore_events};
+use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
-use crate::domain::model_reply::ToolCallRequest;
+use crate::domain::json::Json;
+use crate::domain::model_reply::{ModelReply, ToolCallRequest};
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::tool::Effect;
+use crate::domain::utp::AfterExecution;
 use crate::ports::bus::Topic;
 use crate::ports::engine_metrics;
 use crate::ports::model::{Model, ModelRequest};
 use crate::runs::Runs;
-use crate::runs::agent_loop::execute::ExecutionPlan;
+use crate::runs::agent_loop::execute::{ExecutedStep, ExecutionPlan};
+use crate::runs::agent_loop::late_results::LateResult;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::{RequestTools, ToolSelection};
+use crate::runs::handoff::hand_off;
 use run_state::{RecordedCalls, RunState};
 
 /// Extra time for the last request after the time limit.
@@ -144,7 +151,7 @@ impl<'a> AgentLoop<'a> {
 
     /// Creates a loop with options that were validated before: tools that no longer exist are
     /// skipped.
-    pub(crate) fn with_available_tools(
+    pub fn with_available_tools(
         engine: &'a Arc<Runs>,
         caller: &'a Caller,
         model: &'a dyn Model,
@@ -184,7 +191,9 @@ impl<'a> AgentLoop<'a> {
         loop {
             match self.run_step(conversation).await? {
                 StepOutcome::Continue => {}
-                StepOutcome::AwaitingResults => self.wait_for_late_result(conversation).await?,
+                StepOutcome::AwaitingResults | StepOutcome::Suspended => {
+                    self.wait_for_late_result(conversation).await?
+                }
                 next => return Ok(next),
             }
         }
@@ -200,7 +209,8 @@ impl<'a> AgentLoop<'a> {
     }
 
     /// Sends a request to the model, unless a reply is already pending. Late results that have
-    /// arrived are part of the request. The reply is then in `RunProgress::pending_reply`.
+    /// arrived are part of the request. The reply is then in `RunProgress::pending_reply`. There is
+    /// none if a result has ended the run.
     pub async fn request_reply(&mut self, conversation: &mut Conversation) -> Result<(), Error> {
         if conversation.progress.pending_reply.is_some() {
             self.is_reply_resumed = true;
@@ -209,6 +219,9 @@ impl<'a> AgentLoop<'a> {
         self.engine.registry.catalog().check_caller_is_on(self.caller)?;
         self.refresh_run().await?;
         self.add_late_results(conversation).await?;
+        if conversation.progress.ending.is_some() {
+            return Ok(());
+        }
         let limits = &self.options.limits;
         if conversation.progress.stop_reason.is_none()
             && let Some(stop_reason) = limits::reached_limit(limits, &conversation.progress)
@@ -293,6 +306,9 @@ impl<'a> AgentLoop<'a> {
         &mut self,
         conversation: &mut Conversation,
     ) -> Result<StepOutcome, Error> {
+        if let Some(answer) = conversation.progress.ending.take() {
+            return Ok(StepOutcome::Answered(end_by_result(conversation, *answer)));
+        }
         let Some(reply) = conversation.progress.pending_reply.clone() else {
             return Ok(StepOutcome::Continue);
         };
@@ -312,8 +328,7 @@ impl<'a> AgentLoop<'a> {
             if !conversation.progress.pending_calls.is_empty() {
                 return Ok(StepOutcome::AwaitingResults);
             }
-            let (text, finish_reason, stop_reason) = (reply.text, reply.finish_reason, None);
-            return Ok(StepOutcome::Answered(FinalAnswer { text, finish_reason, stop_reason }));
+            return Ok(StepOutcome::Answered(model_answer(reply)));
         }
         self.refresh_run().await?;
         self.save_tool_selection().await?;
@@ -341,34 +356,63 @@ impl<'a> AgentLoop<'a> {
         let caller_calls = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
+        let before = conversation.messages.len();
         let recorded = RecordedCalls::default();
         let event_sink = |event: LoopEvent<'_>| {
             recorded.push(&event);
             (self.event_sink)(event);
         };
-        let mut results =
+        let ExecutedStep { messages: mut results, terminating, handoff } =
             plan.execute(self.engine, self.caller, options, &mut progress, &event_sink).await?;
-        let caller_calls =
-            self.record_caller_calls(caller_calls, &reply, &mut progress, &mut results).await?;
+        let ending = match ending::select_terminating(&terminating) {
+            Some(call) => Some(self.engine.terminating_answer(self.caller, call).await?),
+            None => None,
+        };
+        let caller_calls = match ending.is_none() && handoff.is_none() {
+            true => {
+                self.record_caller_calls(caller_calls, &reply, &mut progress, &mut results).await?
+            }
+            false => caller_calls,
+        };
         self.record_results(recorded, &mut progress);
         (progress.pending_reply, progress.canceled) = (None, false);
         progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
         conversation.progress = progress;
         conversation.messages.push(limits::assistant_message(&reply, true));
         conversation.messages.extend(results);
-        Ok(if caller_calls.is_empty() {
-            StepOutcome::Continue
-        } else {
-            StepOutcome::CallerToolCalls(caller_calls)
-        })
+        let step = StepEnd { before, caller_calls, ending, handoff };
+        Ok(self.conclude_step(conversation, step))
     }
 
-    /// Answers the calls of the pending reply without executing anything. `answer_call` returns the
-    /// content of each answer and whether the call counts as made.
+    /// Returns the outcome of a step whose calls were executed, with the messages that it needs.
+    fn conclude_step(&self, conversation: &mut Conversation, step: StepEnd) -> StepOutcome {
+        let StepEnd { before, caller_calls, ending, handoff } = step;
+        if let Some(answer) = ending {
+            let by = answer.terminated_by.as_ref().map_or("another call", |call| &call.name);
+            let reason = format!("the result of {by} ended the run");
+            answer_unneeded_calls(conversation, &caller_calls, &reason);
+            return StepOutcome::Answered(end_by_result(conversation, answer));
+        }
+        let target = handoff.as_ref().and_then(|call| self.engine.handoff_target(call));
+        if let (Some(call), Some(target)) = (handoff, target) {
+            let reason = format!("the conversation was handed off to {}", target.agent_id);
+            answer_unneeded_calls(conversation, &caller_calls, &reason);
+            let handed_off = hand_off(self.options, conversation, (&call, target), before);
+            return StepOutcome::HandedOff(Box::new(handed_off));
+        }
+        let is_suspended = conversation.progress.pending_calls.iter().any(|call| call.suspends);
+        match caller_calls.is_empty() {
+            false => StepOutcome::CallerToolCalls(caller_calls),
+            true if is_suspended => StepOutcome::Suspended,
+            true => StepOutcome::Continue,
+        }
+    }
+
+    /// Answers the calls of the pending reply without executing anything.
     pub(crate) fn answer_calls_with(
         &self,
         conversation: &mut Conversation,
-        mut answer_call: impl FnMut(&ToolCallRequest) -> (String, bool),
+        mut answer_call: impl FnMut(&ToolCallRequest) -> RecordedCallAnswer,
     ) -> StepOutcome {
         let Some(reply) = conversation.progress.pending_reply.take() else {
             return StepOutcome::Continue;
@@ -378,18 +422,28 @@ impl<'a> AgentLoop<'a> {
         }
         conversation.messages.push(limits::assistant_message(&reply, true));
         if reply.calls.is_empty() {
-            let (text, finish_reason, stop_reason) = (reply.text, reply.finish_reason, None);
-            return StepOutcome::Answered(FinalAnswer { text, finish_reason, stop_reason });
+            return StepOutcome::Answered(model_answer(reply));
         }
+        let mut ending = None;
         for call in &reply.calls {
-            let (content, is_executed) = answer_call(call);
+            let RecordedCallAnswer { content, is_executed, ends_run } = answer_call(call);
             conversation.progress.calls += u32::from(is_executed);
             conversation.messages.push(limits::tool_message(&call.id, &content));
+            if ends_run && ending.is_none() {
+                let tool = self.tool_selection.tool(&call.name).unwrap_or(&call.name);
+                let data =
+                    Json::parse(&content).unwrap_or_else(|_| Json::from_value(&json!(content)));
+                ending = Some(ending::answer_text(tool, &data, false));
+            }
         }
-        StepOutcome::Continue
+        match ending {
+            Some(text) => StepOutcome::Answered(FinalAnswer { text, ..FinalAnswer::default() }),
+            None => StepOutcome::Continue,
+        }
     }
 
-    /// Waits until a late result arrives, and adds it to the conversation.
+    /// Waits until a late result arrives, and adds it to the conversation. If calls suspend the
+    /// run, waits until all of them have ended.
     pub async fn wait_for_late_result(
         &mut self,
         conversation: &mut Conversation,
@@ -400,9 +454,13 @@ impl<'a> AgentLoop<'a> {
             run_id: self.options.run_id.clone(),
         };
         let mut listener = runs.core.bus.listen(topic);
+        let mut has_arrived = false;
         loop {
-            if self.add_late_results(conversation).await? > 0
-                || conversation.progress.pending_calls.is_empty()
+            has_arrived |= self.add_late_results(conversation).await? > 0;
+            let pending = &conversation.progress.pending_calls;
+            let is_suspended = pending.iter().any(|call| call.suspends);
+            if conversation.progress.ending.is_some()
+                || (!is_suspended && (has_arrived || pending.is_empty()))
             {
                 return Ok(());
             }
@@ -429,17 +487,28 @@ impl<'a> AgentLoop<'a> {
         let (ended, cost) = self.engine.render_late_results(self.caller, pending, budget).await?;
         // After that, so that the context has all of these results.
         self.refresh_pending_calls(&conversation.progress).await?;
+        let calls = ended.iter().filter_map(|result| result.call.clone());
+        let terminating: Vec<_> = calls.filter(|call| ending::is_terminating(call)).collect();
+        let ending = match ending::select_terminating(&terminating) {
+            Some(call) => Some(self.engine.terminating_answer(self.caller, call).await?),
+            None => None,
+        };
         conversation.progress.usage += cost;
         let count = ended.len();
-        for (call, content) in ended {
+        for LateResult { pending: call, content, call: stored } in ended {
             let message = limits::late_message(&call, &content);
-            (self.event_sink)(LoopEvent::LateResult { call: &call, message: &message });
+            let after_execution = stored.as_deref().and_then(AfterExecution::from_call);
+            let event = LoopEvent::LateResult { call: &call, message: &message, after_execution };
+            (self.event_sink)(event);
             conversation.messages.push(message);
             self.count_late_failure(&call, &mut conversation.progress);
             conversation
                 .progress
                 .pending_calls
                 .retain(|other| other.tool_call_id != call.tool_call_id);
+        }
+        if let Some(answer) = ending {
+            conversation.progress.ending = Some(Box::new(answer));
         }
         Ok(count)
     }
@@ -461,7 +530,8 @@ impl<'a> AgentLoop<'a> {
         let final_reply =
             crate::domain::model_reply::ModelReply { text: text.clone(), ..Default::default() };
         conversation.messages.push(limits::assistant_message(&final_reply, false));
-        FinalAnswer { text, finish_reason: reply.finish_reason, stop_reason: Some(stop_reason) }
+        let (finish_reason, stop_reason) = (reply.finish_reason, Some(stop_reason));
+        FinalAnswer { text, finish_reason, stop_reason, terminated_by: None }
     }
 
     fn build_request(&self, conversation: &Conversation, last: bool) -> ModelRequest {
@@ -471,18 +541,21 @@ impl<'a> AgentLoop<'a> {
         if last || (forced && conversation.progress.steps > conversation.progress.baseline.steps) {
             settings.remove("tool_choice");
         }
+        let messages = match &self.options.active_agent {
+            Some(agent) => agent.visible_messages(&conversation.messages),
+            None => conversation.messages.clone(),
+        };
         let RequestTools { tools, found_tools, tool_search, guidance } = match last {
             true => RequestTools::default(),
-            false => self.tool_selection.request_tools(&conversation.messages),
+            false => self.tool_selection.request_tools(&messages),
         };
         if tools.is_empty() {
             settings.remove("tool_choice");
             settings.remove("parallel_tool_calls");
         }
-        let (model, messages) = (self.options.model.clone(), conversation.messages.clone());
         let pending_state = self.pending_state(&conversation.progress);
         ModelRequest {
-            model,
+            model: self.options.model.clone(),
             messages,
             tools,
             found_tools,
@@ -492,6 +565,54 @@ impl<'a> AgentLoop<'a> {
             settings,
         }
     }
+}
+
+/// The end of a step whose calls were executed.
+struct StepEnd {
+    /// Number of messages before the step.
+    before: usize,
+    /// Calls that the caller executes.
+    caller_calls: Vec<ToolCallRequest>,
+    /// The answer of a result that ends the run.
+    ending: Option<FinalAnswer>,
+    /// The call that hands the run off.
+    handoff: Option<Arc<Call>>,
+}
+
+/// The recorded answer to a call, for a replay.
+pub(crate) struct RecordedCallAnswer {
+    /// The content that the model received.
+    pub(crate) content: String,
+    /// True if the call counts as made.
+    pub(crate) is_executed: bool,
+    /// True if the result ended the run.
+    pub(crate) ends_run: bool,
+}
+
+/// Returns the answer of a reply without calls.
+fn model_answer(reply: ModelReply) -> FinalAnswer {
+    let (text, finish_reason) = (reply.text, reply.finish_reason);
+    FinalAnswer { text, finish_reason, ..FinalAnswer::default() }
+}
+
+/// Ends the conversation with the answer that a result makes. A failure is no message of the model:
+/// if the conversation is resumed, the model reads it as the result of its call.
+fn end_by_result(conversation: &mut Conversation, answer: FinalAnswer) -> FinalAnswer {
+    if answer.terminated_by.as_ref().is_none_or(|call| call.error.is_none()) {
+        let text = ending::message_text(&answer);
+        let last_message = ModelReply { text, ..ModelReply::default() };
+        conversation.messages.push(limits::assistant_message(&last_message, false));
+    }
+    answer
+}
+
+/// Answers calls of the caller's tools that are not returned to it: every call of a reply needs an
+/// answer before the conversation can continue.
+fn answer_unneeded_calls(conversation: &mut Conversation, calls: &[ToolCallRequest], why: &str) {
+    let answers = calls
+        .iter()
+        .map(|call| limits::tool_message(&call.id, &limits::unneeded_call_content(why)));
+    conversation.messages.extend(answers);
 }
 
 fn require_run_permission(caller: &Caller) -> Result<(), Error> {

@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::{EventSink, LoopEvent, summary};
-use crate::calls::batch::{self, Batch, BatchEntryResult, BatchEntryState};
+use super::{EventSink, LoopEvent, ending, summary};
+use crate::calls::batch::{Batch, BatchEntryResult, BatchEntryState};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
-use crate::domain::fault::{Code, Error};
+use crate::domain::fault::Error;
 use crate::domain::json::Json;
-use crate::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
+use crate::domain::model_reply::{ModelReply, ToolCallRequest};
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{PendingCall, RunProgress};
-use crate::model_formats::CallFormat;
 use crate::runs::Runs;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::limits::idempotency_key;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::ToolSelection;
+use crate::runs::handoff::is_handoff;
 
 /// The disposition of one call.
 enum CallDisposition {
@@ -28,8 +28,19 @@ enum CallDisposition {
     CallerExecuted,
     /// It was a tool search; answer the model with this content.
     Found(String),
-    /// Do not execute it; answer the model with this content.
-    Reject { content: String, repeated: bool },
+    /// Do not execute it; answer the model with this content. If the call was made before, it is
+    /// the earlier one.
+    Reject { content: String, repeated: bool, earlier: Option<Arc<Call>> },
+}
+
+/// The answers to the calls of one reply.
+pub(super) struct ExecutedStep {
+    /// The messages for the model, in the order of the calls.
+    pub(super) messages: Vec<Value>,
+    /// The calls whose results end the run.
+    pub(super) terminating: Vec<Arc<Call>>,
+    /// The first call that hands the run off.
+    pub(super) handoff: Option<Arc<Call>>,
 }
 
 /// The calls of one reply with their dispositions.
@@ -56,7 +67,8 @@ impl<'a> ExecutionPlan<'a> {
         let fingerprints: Vec<String> = reply.calls.iter().map(limits::call_fingerprint).collect();
         let mut fates = Vec::with_capacity(reply.calls.len());
         for (index, (call, fingerprint)) in reply.calls.iter().zip(&fingerprints).enumerate() {
-            let reject = |content| CallDisposition::Reject { content, repeated: false };
+            let reject =
+                |content| CallDisposition::Reject { content, repeated: false, earlier: None };
             let has_capacity = entries.len() < max_calls;
             let mut execute = |tool: &str| {
                 entries.push(batch_entry(call, tool));
@@ -65,10 +77,15 @@ impl<'a> ExecutionPlan<'a> {
             };
             let fate = if offer.caller_tools.contains(&call.name) {
                 CallDisposition::CallerExecuted
-            } else if let Some(earlier) = before.contents.get(&index) {
+            } else if let Some(earlier) = before.results.get(&index) {
                 // Its idempotency key leads to the call that was made; if its tool is gone, its
                 // outcome is reported all the same.
-                offer.tool(&call.name).map_or_else(|| reject(earlier.clone()), &mut execute)
+                let report = || CallDisposition::Reject {
+                    content: earlier.content.clone(),
+                    repeated: false,
+                    earlier: earlier.call.clone(),
+                };
+                offer.tool(&call.name).map_or_else(report, &mut execute)
             } else if progress.canceled {
                 reject(limits::canceled_call_content())
             } else if let Some(content) = limits::truncated_arguments_content(reply, call) {
@@ -77,6 +94,7 @@ impl<'a> ExecutionPlan<'a> {
                 CallDisposition::Reject {
                     content: limits::repeated_call_content(call, limits),
                     repeated: true,
+                    earlier: None,
                 }
             } else if let Some(content) = before.searches.get(&index) {
                 CallDisposition::Found(content.clone())
@@ -112,7 +130,7 @@ impl<'a> ExecutionPlan<'a> {
         options: &RunOptions,
         progress: &mut RunProgress,
         event_sink: EventSink<'_>,
-    ) -> Result<Vec<Value>, Error> {
+    ) -> Result<ExecutedStep, Error> {
         let step = progress.steps;
         let (mut results, mut answers) = (Vec::new(), Vec::new());
         if !self.entries.is_empty() {
@@ -127,7 +145,8 @@ impl<'a> ExecutionPlan<'a> {
         let (mut summaries, cost) = summary::summarize_messages(engine, &results, &answers).await;
         progress.usage += cost;
         let mut messages = Vec::with_capacity(self.fates.len());
-        let (mut failed, mut repeated) = (0, 0);
+        let (mut failed, mut repeated, mut terminating) = (0, 0, Vec::new());
+        let mut handoff: Option<Arc<Call>> = None;
         let planned = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
         for ((call, fate), fingerprint) in planned {
             let message = match fate {
@@ -136,8 +155,10 @@ impl<'a> ExecutionPlan<'a> {
                     limits::count_repeat(progress, fingerprint, limits::content_hash(&content));
                     limits::tool_message(&call.id, &content)
                 }
-                CallDisposition::Reject { content, repeated: again } => {
+                CallDisposition::Reject { content, repeated: again, earlier } => {
                     failed += 1;
+                    handoff = handoff.or_else(|| earlier.clone().filter(|call| is_handoff(call)));
+                    terminating.extend(earlier.filter(|call| ending::is_terminating(call)));
                     repeated += usize::from(again);
                     if !again {
                         limits::count_repeat(progress, fingerprint, limits::content_hash(&content));
@@ -147,8 +168,19 @@ impl<'a> ExecutionPlan<'a> {
                 CallDisposition::Execute(entry) => {
                     let (settled, message) = (&results[entry], answers[entry].to_value());
                     failed += usize::from(settled.ok() == Some(false));
-                    record_call(progress, call, fingerprint, settled, &message);
-                    let message = summaries.remove(&entry).unwrap_or(message);
+                    let stored = settled.call().filter(|call| ending::is_terminating(call));
+                    terminating.extend(stored.cloned());
+                    let suspends = options.execution_options.wait_ms.is_none();
+                    record_call(progress, (call, fingerprint), settled, &message, suspends);
+                    let mut message = summaries.remove(&entry).unwrap_or(message);
+                    if let Some(other) = settled.call().filter(|call| is_handoff(call)) {
+                        match &handoff {
+                            Some(first) => {
+                                message["content"] = limits::second_handoff_content(first).into()
+                            }
+                            None => handoff = Some(other.clone()),
+                        }
+                    }
                     event_sink(LoopEvent::CallAnswered { step, settled, message: &message });
                     message
                 }
@@ -160,7 +192,7 @@ impl<'a> ExecutionPlan<'a> {
             if all > 0 && failed == all { progress.failed_steps + 1 } else { 0 };
         progress.repeated_steps =
             if all > 0 && repeated == all { progress.repeated_steps + 1 } else { 0 };
-        Ok(messages)
+        Ok(ExecutedStep { messages, terminating, handoff })
     }
 }
 
@@ -199,13 +231,14 @@ fn build_batch(
     }
 }
 
-/// Records a call that was made.
+/// Records a call that was made. `may_suspend` is true if the run waits for the result of an open
+/// call whose tool declares that results suspend or end the run.
 fn record_call(
     progress: &mut RunProgress,
-    call: &ToolCallRequest,
-    fingerprint: String,
+    (call, fingerprint): (&ToolCallRequest, String),
     settled: &BatchEntryResult,
     message: &Value,
+    may_suspend: bool,
 ) {
     progress.calls += 1;
     progress.failed_calls += u32::from(settled.ok() == Some(false));
@@ -216,56 +249,13 @@ fn record_call(
                 tool_call_id: open.id.clone(),
                 call_id: call.id.clone(),
                 name: call.name.clone(),
+                suspends: may_suspend
+                    && open.target.after_execution.is_some()
+                    && !open.origin.background,
             });
             limits::content_hash("")
         }
         _ => limits::content_hash(message["content"].as_str().unwrap_or_default()),
     };
     limits::count_repeat(progress, fingerprint, content_hash);
-}
-
-/// Converts a call that ended late to a batch entry result.
-pub(super) fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
-    BatchEntryResult {
-        form: CallFormat::OpenAi,
-        call_id: Some(pending.call_id.clone()),
-        name: Some(pending.name.clone()),
-        state: BatchEntryState::Ended { call, omitted_bytes: None },
-        replayed: false,
-        joined: false,
-        is_digested: false,
-    }
-}
-
-impl Runs {
-    /// Returns the calls among these that have ended, each with its content for the model, together
-    /// in at most `budget` tokens; and the token usage of their summaries.
-    pub(super) async fn render_late_results(
-        self: &Arc<Self>,
-        caller: &Caller,
-        pending: &[PendingCall],
-        budget: usize,
-    ) -> Result<(Vec<(PendingCall, String)>, TokenUsage), Error> {
-        let (mut ended, mut results, mut purged) = (Vec::new(), Vec::new(), Vec::new());
-        for call in pending {
-            match self.calls.call(caller, &call.tool_call_id).await {
-                Ok(found) if found.outcome.is_none() => {}
-                Ok(found) => {
-                    results.push(late_entry_result(call, found));
-                    ended.push(call.clone());
-                }
-                Err(error) if error.code() == Code::NotFound => {
-                    let content = "it was purged before its result was delivered";
-                    purged.push((call.clone(), content.to_owned()));
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        let (results, mut contents) = batch::render_within_budget(budget, results).await?;
-        let (summaries, cost) = summary::summarize_digests(self, &results, &contents).await;
-        for (index, summary) in summaries {
-            contents[index] = summary;
-        }
-        Ok((ended.into_iter().zip(contents).chain(purged).collect(), cost))
-    }
 }

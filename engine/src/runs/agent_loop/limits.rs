@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::domain::call::Call;
 use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
 use crate::domain::model_reply::{FinishReason, ModelReply, TokenUsage, ToolCallRequest};
@@ -27,7 +28,8 @@ pub(super) fn reached_limit(limits: &RunLimits, progress: &RunProgress) -> Optio
         (progress.repeated_steps >= MAX_REPEATED_STEPS, StopReason::Repeats),
         (limits.failures > 0 && progress.failed_steps >= limits.failures, StopReason::Failures),
     ];
-    reached.into_iter().find(|(reached, _)| *reached).map(|(_, stop_reason)| stop_reason)
+    let own = reached.into_iter().find(|(reached, _)| *reached);
+    own.map(|(_, stop_reason)| stop_reason).or(progress.exhausted_budget)
 }
 
 /// Returns the idempotency key of a call, which is the same however often the step is repeated.
@@ -247,6 +249,18 @@ pub(super) fn truncated_arguments_content(
 pub(super) fn canceled_call_content() -> String {
     let message = "not done: the run was canceled before this call was made";
     fault_content(&Fault::new(Code::Canceled, message).without_side_effect())
+}
+
+/// Returns the content for a handoff beside another one.
+pub(super) fn second_handoff_content(first: &Call) -> String {
+    let message =
+        format!("not done: {} of the same answer hands the conversation off", first.tool_name);
+    fault_content(&Fault::new(Code::Conflict, message).without_side_effect())
+}
+
+/// Returns the content for a call of the caller's tools that is not returned to the caller.
+pub(super) fn unneeded_call_content(why: &str) -> String {
+    fault_content(&Fault::new(Code::Canceled, format!("not done: {why}")).without_side_effect())
 }
 
 /// Returns the reported usage, or an estimate of four bytes per token if the endpoint reports none.

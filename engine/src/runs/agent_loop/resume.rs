@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
@@ -11,15 +12,24 @@ use crate::domain::run::progress::{PendingCall, RunProgress};
 use crate::ports::core::from_store_error;
 use crate::ports::store::{CreateCallResult, IdempotencyKey};
 use crate::runs::Runs;
+use crate::runs::agent_loop::late_results::LateResult;
 use crate::runs::agent_loop::limits::idempotency_key;
 
 /// Earlier results of a reply's calls.
 #[derive(Default)]
 pub(super) struct PriorResults {
-    /// Content of each call that was made before, by its index in the reply.
-    pub(super) contents: HashMap<usize, String>,
+    /// Result of each call that was made before, by its index in the reply.
+    pub(super) results: HashMap<usize, PriorResult>,
     /// Content of each tool search, by its index in the reply.
     pub(super) searches: HashMap<usize, String>,
+}
+
+/// The earlier result of one call.
+pub(super) struct PriorResult {
+    /// The content for the model.
+    pub(super) content: String,
+    /// The call, if it has ended.
+    pub(super) call: Option<Arc<Call>>,
 }
 
 impl PriorResults {
@@ -50,15 +60,17 @@ impl PriorResults {
             };
             indexes.insert(tool_call_id.clone(), index);
             let (call_id, name) = (call.id.clone(), call.name.clone());
-            pending.push(PendingCall { tool_call_id, call_id, name });
+            pending.push(PendingCall { tool_call_id, call_id, name, suspends: false });
         }
         let (ended, _) = engine.render_late_results(caller, &pending, budget).await?;
         let still_open = "it was started and is still running; its tool was removed";
-        let mut contents: HashMap<usize, String> =
-            indexes.values().map(|index| (*index, still_open.to_owned())).collect();
-        for (call, content) in ended {
-            contents.extend(indexes.get(&call.tool_call_id).map(|index| (*index, content)));
+        let open_result = || PriorResult { content: still_open.to_owned(), call: None };
+        let mut results: HashMap<usize, PriorResult> =
+            indexes.values().map(|index| (*index, open_result())).collect();
+        for LateResult { pending, content, call } in ended {
+            let index = indexes.get(&pending.tool_call_id);
+            results.extend(index.map(|index| (*index, PriorResult { content, call })));
         }
-        Ok(Self { contents, searches: HashMap::new() })
+        Ok(Self { results, searches: HashMap::new() })
     }
 }

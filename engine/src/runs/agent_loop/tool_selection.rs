@@ -13,12 +13,15 @@ use serde_json::{Value, json};
 use crate::domain::access_rules;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::run::handoff::{
+    HANDOFF_TOOL_PREFIX, handoff_tool_name, is_handoff_name, transfer_name,
+};
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::tool_mode::ToolMode;
 use crate::domain::tool::ToolDefinition;
 use crate::model_formats::{ToolFormat, describe_tool};
 use crate::ports::model::FoundTool;
-use crate::registry::catalog::{CatalogEntry, RESULT_READ};
+use crate::registry::catalog::{CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::model_tool_names;
 use crate::results::tokens;
 use crate::runs::agent_loop::tool_search;
@@ -76,7 +79,7 @@ impl ToolSelection {
         options: &RunOptions,
     ) -> Result<Self, Error> {
         check_tool_patterns(engine, caller, options.tools.as_deref().unwrap_or_default())?;
-        Ok(Self::new(engine, caller, options, options.tools.as_deref(), None))
+        Ok(Self::new(engine, caller, options, options.offered_tools(), None))
     }
 
     /// Selects the tools that exist: those that match the patterns, and the caller tools of the
@@ -90,6 +93,14 @@ impl ToolSelection {
     ) -> Self {
         let version = engine.registry.directory_version();
         let entries = engine.select_model_tools(caller, patterns);
+        let fits = |name: &str| patterns.is_none_or(|patterns| matches_tool(patterns, name));
+        let mut handoffs = engine.registry.handoff_tools(caller);
+        let active = options.active_agent.as_ref().map(|agent| handoff_tool_name(&agent.agent_id));
+        handoffs.retain(|entry| {
+            let name = &entry.definition.name;
+            let agent_id = name.trim_start_matches(HANDOFF_TOOL_PREFIX);
+            active.as_ref() != Some(name) && (fits(name) || fits(&transfer_name(agent_id)))
+        });
         let model_names = model_tool_names::names_for_model(
             entries.iter().map(|entry| entry.definition.name.as_str()),
         );
@@ -120,7 +131,9 @@ impl ToolSelection {
         // A tool that the request forces must be in the request.
         let forced = options.settings.get("tool_choice").and_then(function_name);
         let is_pinned = |name: &str, entry: &CatalogEntry| {
-            forced == Some(name) || matches_tool(pinned, &entry.definition.name)
+            forced == Some(name)
+                || entry.definition.name == RUN_FINISH
+                || matches_tool(pinned, &entry.definition.name)
         };
         if mode == ToolMode::Pinned {
             named.retain(|(name, entry)| is_pinned(name, entry));
@@ -148,6 +161,7 @@ impl ToolSelection {
                 selection.tools.push(describe(&name, &entry.definition));
             }
         }
+        selection.add_handoffs(&handoffs);
         selection
     }
 
@@ -163,10 +177,31 @@ impl ToolSelection {
         }
     }
 
+    /// Adds the handoffs, under the names that models know from OpenAI's Agents SDK.
+    fn add_handoffs(&mut self, handoffs: &[Arc<CatalogEntry>]) {
+        for entry in handoffs {
+            let tool = &entry.definition.name;
+            let mut name = transfer_name(tool.trim_start_matches(HANDOFF_TOOL_PREFIX));
+            let is_taken = |name: &String| {
+                self.caller_tools.contains(name) || self.tool_names.contains_key(name)
+            };
+            if is_taken(&name) {
+                name = model_tool_names::name_for_model(tool);
+            }
+            self.tools.push(describe_tool(ToolFormat::OpenAi, &name, &entry.definition).to_value());
+            self.tool_names.insert(name, tool.clone());
+        }
+    }
+
     /// Returns the Toolcrib tool that the model means.
     pub(super) fn tool(&self, name: &str) -> Option<&str> {
         let by_own_name = || self.tool_names.values().find(|real| *real == name);
-        self.tool_names.get(name).or_else(by_own_name).map(String::as_str)
+        let by_agent = || {
+            let agent = |real: &str| real.strip_prefix(HANDOFF_TOOL_PREFIX).map(str::to_owned);
+            let means = |real: &&String| agent(real).is_some_and(|id| is_handoff_name(name, &id));
+            self.tool_names.values().find(means)
+        };
+        self.tool_names.get(name).or_else(by_own_name).or_else(by_agent).map(String::as_str)
     }
 
     /// Returns the caller tool of the run's context that the model means.

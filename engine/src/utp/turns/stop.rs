@@ -35,6 +35,8 @@ impl Utp {
             turn.epoch += 1;
             turn.status = TurnStatus::Stopped;
             turn.reason = reason.clone();
+            let deliverable = self.put_fallback_deliverable(&turn, reason.as_deref()).await?;
+            turn.deliverable_card_id = Some(deliverable);
             let item = self.build_stop_item(&turn);
             let messages = self.build_wakeup(&item, &turn.channel).into_iter().collect();
             let change =

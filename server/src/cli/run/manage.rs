@@ -25,6 +25,7 @@ Examples:
   toolcrib runs ls --status failed --since 1h
   toolcrib runs show run_01K…
   toolcrib runs follow run_01K…      also the run of a chat completion
+  toolcrib runs tree run_01K…        a run with the agents that it called
   toolcrib runs cancel run_01K… --reason 'no longer wanted'
 
 `toolcrib run` starts, continues, resumes and replays runs.")]
@@ -48,6 +49,11 @@ enum RunsCommand {
     },
     /// Follow a run from its start to its end
     Follow {
+        /// The run, run_…
+        id: String,
+    },
+    /// Show a run with the agents that it called, and theirs
+    Tree {
         /// The run, run_…
         id: String,
     },
@@ -91,6 +97,7 @@ pub async fn run(context: &CommandContext, args: RunsArgs) -> Result<(), Command
         RunsCommand::Ls(filters) => list(context, filters).await,
         RunsCommand::Show { id } => show(context, &id).await,
         RunsCommand::Follow { id } => follow(context, &id).await,
+        RunsCommand::Tree { id } => super::tree::show_tree(context, &id).await,
         RunsCommand::Cancel { id, reason } => cancel(context, &id, reason).await,
     }
 }

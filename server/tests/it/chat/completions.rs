@@ -52,7 +52,7 @@ async fn server_tool_calls_are_executed_before_the_answer() {
         ["user", "assistant call_a call_b", "tool call_a", "tool call_b"]
     );
     assert!(requests[1].last_content().contains("1024"), "{}", requests[1].last_content());
-    assert_eq!(requests[0].tool_names(), ["calculation__eval", "result__read"]);
+    assert_eq!(requests[0].tool_names(), ["calculation__eval", "result__read", "run__finish"]);
 }
 
 #[tokio::test]
@@ -72,7 +72,7 @@ async fn offered_tools_are_limited_by_rules_and_by_the_request() {
     assert!(all.contains(&"crm__find".to_owned()) && all.contains(&"calculation__eval".to_owned()));
     assert!(!all.contains(&"mail__send".to_owned()), "{all:?}");
     let mut some = ask(json!({ "tools": ["crm.*", "mail.*"] })).await;
-    some.retain(|name| name != "result__read");
+    some.retain(|name| name != "result__read" && name != "run__finish");
     assert_eq!(some, ["crm__find"]);
     assert_eq!(ask(json!({ "tools": [] })).await, Vec::<String>::new());
     // An unknown tool name is refused.
@@ -105,7 +105,10 @@ async fn calls_of_caller_tools_are_returned_to_the_caller() {
     let answer = api.post("/v1/chat/completions", body).await.is(200);
     assert_eq!(answer["choices"][0]["message"]["content"], "It is open.");
     let requests = scripted.requests();
-    assert_eq!(requests[0].tool_names(), ["open_door", "calculation__eval", "result__read"]);
+    assert_eq!(
+        requests[0].tool_names(),
+        ["open_door", "calculation__eval", "result__read", "run__finish"]
+    );
     assert_eq!(requests[0].body["temperature"], 0.25);
     assert!(requests[0].body.get("toolcrib").is_none(), "the endpoint knows no such field");
     assert_eq!(message_shape(&requests[1]), ["user", "assistant call_1", "tool call_1"]);

@@ -87,7 +87,7 @@ async fn the_python_client_and_the_agent_framework_work_unchanged() {
         ("models", json!(["large", "demo"])),
         ("chat", json!("it is 1024")),
         ("chat usage", json!(30)),
-        ("chat tools", json!("calculation__eval result__read")),
+        ("chat tools", json!("calculation__eval result__read run__finish")),
         ("chat stream", json!("it is 1024")),
         ("chat stream whole", json!("it is 1024")),
         ("chat calls", json!(["get_secret"])),

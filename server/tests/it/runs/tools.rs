@@ -95,7 +95,7 @@ async fn runs_and_chat_send_few_tokens_with_504_tools() {
     assert_eq!((&run["status"], &run["answer"]), (&json!("SUCCEEDED"), &json!("Archived.")));
     let requests = model.requests();
     assert!(overhead(&requests[0]) <= 1_500, "{}", overhead(&requests[0]));
-    assert_eq!(requests[1].tool_names()[1], "system07__archive_invoice");
+    assert!(requests[1].tool_names().contains(&"system07__archive_invoice".to_owned()));
     for (earlier, later) in requests.iter().zip(&requests[1..]) {
         let tools = |request: &RecordedRequest| request.body["tools"].as_array().unwrap().clone();
         assert_eq!(
@@ -126,7 +126,7 @@ async fn modes_of_runs_and_requests_select_the_tools() {
         (&run["tool_mode"], &run["pinned_tools"]),
         (&body["tool_mode"], &body["pinned_tools"])
     );
-    assert_eq!(model.requests()[0].tool_names().len(), 6);
+    assert_eq!(model.requests()[0].tool_names().len(), 7, "six files and run.finish");
     body["tool_mode"] = "all".into();
     run_to_end(&api, body.clone()).await;
     assert!(model.requests()[1].tool_names().len() > 504);
@@ -134,7 +134,8 @@ async fn modes_of_runs_and_requests_select_the_tools() {
         "toolcrib": { "tool_mode": "search", "pinned_tools": ["system00.read_file"],
             "tools": ["system00.*"] } });
     api.post("/v1/chat/completions", chat.clone()).await.is(200);
-    assert_eq!(model.requests()[2].tool_names(), ["tools__search", "system00__read_file"]);
+    let names = model.requests()[2].tool_names();
+    assert_eq!(names, ["tools__search", "system00__read_file", "run__finish"]);
     body["tool_mode"] = "some".into();
     let refused = api.post("/v1/runs", body).await.refused(422, "VALIDATION_ERROR");
     assert!(refused.to_string().contains("auto, all, search or pinned"), "{refused}");
@@ -289,13 +290,15 @@ async fn the_context_of_a_chat_has_the_tools_of_its_request_and_the_other_way_ro
     let narrowed = json!({ "run_id": "run_a", "tools": ["calculation.eval"] });
     api.post("/v1/chat/completions", chat(narrowed)).await.is(200);
     let context = api.get("/v1/runs/run_a/context").await.is(200);
-    assert_eq!(definition_names(&context), ["calculation.eval", "result.read"]);
+    let names = ["calculation.eval", "result.read", "run.finish"];
+    assert_eq!(definition_names(&context), names);
     let tools = json!({ "tool_definitions": [{ "name": "my.tool", "async": true }],
         "crib_tools": ["weather.query"] });
     api.put("/v1/runs/run_b/context/tool_definitions", tools).await.is(200);
     api.post("/v1/chat/completions", chat(json!({ "run_id": "run_b" }))).await.is(200);
     let request = model.requests().pop().unwrap();
-    assert_eq!(request.tool_names(), ["my__tool", "weather__query", "result__read"]);
+    let names = ["my__tool", "weather__query", "result__read", "run__finish"];
+    assert_eq!(request.tool_names(), names);
     assert_eq!(request.messages()[0]["role"], "system", "the guide to async tools");
 }
 

@@ -72,20 +72,19 @@ async fn entries_of_a_log_without_a_chain_are_chained_once() {
     drop(store);
     let path = database_in(&directory);
     let other = open_raw(&path);
-    let version = query_number(&other, "PRAGMA user_version");
-    // The tables as they were before the migration, with a gap that a purge left.
+    // The tables as they were before migration 16, with a gap that a purge left.
     other
-        .execute_batch(&format!(
-            "DROP TABLE audit; DROP TABLE audit_chain; \
+        .execute_batch(
+            "ALTER TABLE roster DROP COLUMN definition; DROP TABLE agent_versions; \
+             DROP TABLE run_tree; DROP TABLE card_boxes; DROP TABLE audit; DROP TABLE audit_chain; \
              CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, at_ms INTEGER NOT NULL, \
              project TEXT NOT NULL, agent TEXT NOT NULL, action TEXT NOT NULL, \
              subject TEXT NOT NULL, reason TEXT NOT NULL) STRICT; \
              CREATE INDEX audit_by_project ON audit (project, number); \
              INSERT INTO audit VALUES (7, 1, 'p', 'ada', 'call.denied', 'x', 'r'), \
              (9, 2, 'p', 'bob', 'rule.set', 'y', ''); \
-             PRAGMA user_version = {}",
-            version - 1
-        ))
+             PRAGMA user_version = 15",
+        )
         .unwrap();
     drop(other);
     let store = SqliteStore::open_for_admin(&path).unwrap();

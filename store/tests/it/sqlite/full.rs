@@ -80,7 +80,7 @@ fn large() -> Call {
 async fn survives_a_full_disk(store: &SqliteStore) {
     let waiting = put_with_status(store, &call(), Status::Running).await;
     // More than the WAL holds after the database was created.
-    limit_file_size(700_000);
+    limit_file_size(900_000);
     let (mut accepted, mut refused) = (vec![], vec![]);
     for _ in 0..200 {
         let call = large();

@@ -10,7 +10,7 @@ use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::retry::Backoff;
 use toolcrib::domain::tool::{Effect, Executor, SourceTraits};
-use toolcrib::domain::utp::Route;
+use toolcrib::domain::utp::{AfterExecution, Route};
 use toolcrib::ports::store::{SaveResult, Store};
 
 use crate::support::{
@@ -63,6 +63,7 @@ fn full_call() -> Call {
             executor: Executor::CLIENT,
             traits: Executor::CLIENT.traits(),
             effect: Effect::Idempotent,
+            after_execution: Some(AfterExecution::Terminate),
             args: json(r#"{"city":"Oslo"}"#),
         },
         fallbacks: vec![

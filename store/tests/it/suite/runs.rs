@@ -4,7 +4,9 @@ use serde_json::json;
 use toolcrib::domain::caller::CallerAttributes;
 use toolcrib::domain::model_reply::{ModelReply, TokenUsage, ToolCallRequest};
 use toolcrib::domain::run::options::RunOptions;
-use toolcrib::domain::run::progress::{FinalAnswer, PendingCall, RepeatCounter, RunProgress};
+use toolcrib::domain::run::progress::{
+    FinalAnswer, PendingCall, RepeatCounter, RunProgress, TerminatingCall,
+};
 use toolcrib::domain::run::{
     JournalKind, JournalRecord, Run, RunError, RunEvent, RunOwner, RunStatus,
 };
@@ -30,11 +32,14 @@ pub fn run(project: &str, id: &str) -> Run {
         progress: RunProgress::default(),
         answer: None,
         error: None,
+        deliverable_card_id: None,
         queued_messages: Vec::new(),
         created_ms: NOW,
         updated_ms: NOW,
         ended_ms: None,
         version: 1,
+        lineage: None,
+        context_box_id: None,
     }
 }
 
@@ -60,7 +65,8 @@ pub async fn a_run_is_read_back_as_it_was_created(store: &dyn Store) {
     let reply =
         ModelReply { text: "\u{fc}".into(), calls: vec![call], usage, ..ModelReply::default() };
     let tool_call_id = call_at(NOW).id;
-    let pending = PendingCall { tool_call_id, call_id: "c".into(), name: "n".into() };
+    let (call_id, name) = ("c".into(), "n".into());
+    let pending = PendingCall { tool_call_id, call_id, name, suspends: true };
     let mut full = run("p", "run_1");
     full.progress =
         RunProgress { pending_reply: Some(reply), pending_calls: vec![pending], ..full.progress };
@@ -81,12 +87,20 @@ pub async fn a_run_is_read_back_as_it_was_created(store: &dyn Store) {
 pub async fn a_run_is_saved_by_version_together_with_its_journal(store: &dyn Store) {
     let first = run("p", "run_1");
     create(store, &first).await;
-    let answer =
-        FinalAnswer { text: "42".into(), finish_reason: Default::default(), stop_reason: None };
+    let terminated_by = TerminatingCall {
+        tool_call_id: "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap(),
+        name: "desk.close".into(),
+        card_id: "card_1".into(),
+        result_fields: Some(serde_json::json!({ "n": 42 })),
+        error: None,
+    };
+    let terminated_by = Some(terminated_by);
+    let answer = FinalAnswer { text: "42".into(), terminated_by, ..FinalAnswer::default() };
     let next = Run {
         status: RunStatus::Succeeded,
         ended_ms: Some(NOW + 5),
         answer: Some(answer),
+        deliverable_card_id: Some("card_1".into()),
         version: 2,
         ..first.clone()
     };

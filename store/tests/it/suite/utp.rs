@@ -1,13 +1,13 @@
 //! Cards, turns, inboxes, the outbox and dead letters.
 
 use serde_json::{Map, json};
+use toolcrib::domain::agent::AgentEntry;
 use toolcrib::domain::call::Status;
 use toolcrib::domain::directory::{AuditEntry, DirectoryChange, Project};
 use toolcrib::domain::tool::{Executor, ToolDefinition};
 use toolcrib::domain::utp::card::into_map;
 use toolcrib::domain::utp::{
-    AfterExecution, AgentEntry, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall,
-    Turn, TurnStatus,
+    AfterExecution, Binding, Card, DeadLetter, InboxItem, OutboxMessage, StepCall, Turn, TurnStatus,
 };
 use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange};
 use toolcrib::ports::store::{SaveResult, Store};
@@ -319,6 +319,7 @@ pub async fn every_version_of_a_projects_tool_is_kept(store: &dyn Store) {
         profile: Some(text(r#"{"x":1}"#)),
         allowed_tools: Some(vec!["a.*".into()]),
         updated_ms: NOW,
+        definition: None,
     };
     let changes = [
         DirectoryChange::AddProject(project.clone()),

@@ -18,11 +18,13 @@ use serde_json::{Value, json};
 use toolcrib::calls::{BatchEntryResult, PendingDelivery};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
+use toolcrib::domain::run::handoff::{ActiveAgent, Handoff};
 use toolcrib::domain::run::options::RunOptions;
-use toolcrib::domain::run::progress::{Conversation, FinalAnswer};
+use toolcrib::domain::run::progress::{Conversation, FinalAnswer, TerminatingCall};
 use toolcrib::ports::model::{Delta, ResolvedModel};
 use toolcrib::runs::agent_loop::{
-    AgentLoop, LoopEvent, StepOutcome, check_messages, check_pinned_tools,
+    AgentLoop, EventSink as LoopEventSink, LoopEvent, StepOutcome, check_messages,
+    check_pinned_tools,
 };
 use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
 use toolcrib::{Caller, Engine};
@@ -222,6 +224,10 @@ impl OpenAiConversation {
         self.conversation = checkpoint.conversation;
         self.known_messages = checkpoint.known_messages;
         self.call_summaries = checkpoint.call_summaries;
+        if let Some(agent) = checkpoint.active_agent {
+            // A model that is gone since then leaves the conversation to that of the request.
+            let _ = self.set_active_agent(*agent);
+        }
         self.resumed_delivery = Some(delivery);
     }
 
@@ -289,23 +295,13 @@ impl OpenAiConversation {
             }
             _ => {}
         };
-        let (engine, caller, model) = (&self.engine, &self.caller, self.model.model.clone());
-        let mut agent_loop =
-            AgentLoop::new(engine.runs(), caller, &*model, &self.options, &event_sink)
-                .map_err(prefix_pointer)?;
-        let checkpoints = Checkpoints {
-            live,
-            undelivered: self.undelivered.as_ref(),
-            known_messages: self.known_messages,
-            call_summaries,
-        };
-        let next =
-            run_steps(&mut agent_loop, &mut self.conversation, self.wait, &checkpoints).await?;
-        drop(agent_loop);
+        let (next, handoffs) = self.run_agents(live, &event_sink, call_summaries).await?;
         let mut metadata = json!({ "run_id": self.options.run_id, "limit_reached": null });
+        let mut terminated_by = None;
         let (text, calls, finish_reason) = match next {
             StepOutcome::Answered(answer) => {
                 let answer = self.complete_answer(answer, &mut metadata);
+                terminated_by = answer.terminated_by;
                 (answer.text, Vec::new(), answer.finish_reason)
             }
             StepOutcome::CallerToolCalls(calls) => {
@@ -315,18 +311,26 @@ impl OpenAiConversation {
                 let finish_reason = *finish_reason.lock();
                 (text, calls, finish_reason)
             }
-            StepOutcome::AwaitingResults | StepOutcome::Continue => {
+            StepOutcome::AwaitingResults
+            | StepOutcome::Suspended
+            | StepOutcome::HandedOff(_)
+            | StepOutcome::Continue => {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 let still_running = || "It continues in the background.".to_owned();
                 let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
                 (text, Vec::new(), FinishReason::Stop)
             }
         };
-        deduplicator.lock().finish(&text);
+        // The answer that a result makes is not the model's text, which may precede it.
+        deduplicator.lock().finish(&text, terminated_by.is_some());
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
         metadata["steps"] = progress.steps.into();
         metadata["tool_calls"] = call_summaries.lock().clone().into();
+        add_ending(&mut metadata, terminated_by);
+        if !handoffs.is_empty() {
+            metadata["handoffs"] = json!(handoffs);
+        }
         let messages = std::mem::take(&mut self.conversation.messages);
         let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
@@ -346,11 +350,65 @@ impl OpenAiConversation {
         if let Some(limit) = answer.stop_reason {
             metadata["limit_reached"] = limit.as_str().into();
         }
-        if let Some(failure) = self.conversation.progress.describe_total_failure() {
+        let failure = self.conversation.progress.describe_total_failure();
+        if let Some(failure) = failure.filter(|_| answer.terminated_by.is_none()) {
             answer.append_note(&failure, &self.options.settings);
             metadata["failure"] = failure.into();
         }
         answer
+    }
+
+    /// Runs the agent loop, with another agent after each handoff, until it has an outcome for the
+    /// caller.
+    async fn run_agents(
+        &mut self,
+        live: &Arc<LiveConversation>,
+        event_sink: LoopEventSink<'_>,
+        call_summaries: &Mutex<Vec<Value>>,
+    ) -> Result<(StepOutcome, Vec<Handoff>), Error> {
+        let mut handoffs = Vec::new();
+        loop {
+            let (runs, caller) = (self.engine.runs(), &self.caller);
+            let (model, options) = (self.model.model.clone(), &self.options);
+            let mut agent_loop = match &options.active_agent {
+                None => AgentLoop::new(runs, caller, &*model, options, event_sink)
+                    .map_err(prefix_pointer)?,
+                Some(_) => {
+                    AgentLoop::with_available_tools(runs, caller, &*model, options, event_sink)?
+                }
+            };
+            let checkpoints = Checkpoints {
+                live,
+                undelivered: self.undelivered.as_ref(),
+                known_messages: self.known_messages,
+                call_summaries,
+                active_agent: options.active_agent.as_deref(),
+            };
+            let (conversation, wait) = (&mut self.conversation, self.wait);
+            let next = run_steps(&mut agent_loop, conversation, wait, &checkpoints).await?;
+            drop(agent_loop);
+            let StepOutcome::HandedOff(handoff) = next else { return Ok((next, handoffs)) };
+            let (handoff, agent) = *handoff;
+            handoffs.push(handoff);
+            self.set_active_agent(agent)?;
+        }
+    }
+
+    /// Lets another agent continue the conversation.
+    fn set_active_agent(&mut self, agent: ActiveAgent) -> Result<(), Error> {
+        if let Some(name) = &agent.model {
+            let found = self.engine.runs().models().find(name).ok_or_else(|| {
+                let (id, version) = (&agent.agent_id, agent.version);
+                let message = format!(
+                    "there is no model \"{name}\", which agent {id} (version {version}) uses"
+                );
+                Error::refused(Code::UpstreamUnavailable, message)
+            })?;
+            self.options.model.clone_from(&found.name);
+            self.model = found;
+        }
+        self.options.active_agent = Some(Box::new(agent));
+        Ok(())
     }
 
     /// Saves the messages that the caller does not see, if there are any, and gives the returned
@@ -478,11 +536,23 @@ fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
     texts
 }
 
+/// Adds the call whose result ended the run, if one did.
+fn add_ending(metadata: &mut Value, terminated_by: Option<TerminatingCall>) {
+    if let Some(call) = terminated_by {
+        metadata["deliverable_card_id"] = call.card_id.into();
+        metadata["terminated_by"] = json!({ "tool_call_id": call.tool_call_id,
+            "name": call.name, "result_fields": call.result_fields, "error": call.error });
+    }
+}
+
 fn call_summary(settled: &BatchEntryResult) -> Value {
     let id = settled.call().map(|call| call.id.as_str());
     let mut summary = json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() });
     if let Some(approval_id) = settled.call().and_then(|call| call.pending_approval()) {
         summary["approval_id"] = approval_id.into();
+    }
+    if let Some(after_execution) = settled.after_execution() {
+        summary["after_execution"] = after_execution.as_str().into();
     }
     summary
 }
@@ -547,8 +617,12 @@ impl TextDeduplicator<'_> {
         }
     }
 
-    /// Forwards the rest of the text, including text that arrived without deltas.
-    fn finish(&mut self, text: &str) {
+    /// Forwards the rest of the text, including text that arrived without deltas; a text that is
+    /// not the model's as another step.
+    fn finish(&mut self, text: &str, is_new_step: bool) {
+        if is_new_step {
+            self.start_step();
+        }
         let missing = text.strip_prefix(self.received.as_str()).unwrap_or(text);
         if !missing.is_empty() && self.received != text {
             self.push_text(missing);
@@ -562,6 +636,7 @@ struct Checkpoints<'a> {
     undelivered: Option<&'a UndeliveredRequest>,
     known_messages: usize,
     call_summaries: &'a Mutex<Vec<Value>>,
+    active_agent: Option<&'a ActiveAgent>,
 }
 
 impl Checkpoints<'_> {
@@ -582,6 +657,7 @@ impl Checkpoints<'_> {
             conversation: conversation.clone(),
             known_messages: self.known_messages,
             call_summaries: self.call_summaries.lock().clone(),
+            active_agent: self.active_agent.cloned().map(Box::new),
         };
         let conversations = self.live.engine.runs().conversations();
         conversations.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
@@ -608,7 +684,7 @@ async fn run_steps(
         checkpoints.prepare_step(agent_loop, conversation).await?;
         match agent_loop.execute_reply(conversation).await? {
             StepOutcome::Continue => {}
-            StepOutcome::AwaitingResults => {
+            StepOutcome::AwaitingResults | StepOutcome::Suspended => {
                 let late = agent_loop.wait_for_late_result(conversation);
                 match tokio::time::timeout(wait, late).await {
                     Ok(arrived) => arrived?,

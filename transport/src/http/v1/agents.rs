@@ -1,5 +1,6 @@
-//! UTP agents: the roster, their turns, and their inboxes.
+//! Agents: those that can be called or woken, their turns, and their inboxes.
 
+pub(super) mod definition;
 use axum::Json;
 use axum::extract::{FromRequestParts, Path, State};
 use axum::http::request::Parts;
@@ -8,53 +9,26 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
-use toolcrib::domain::utp::{AgentEntry, trace};
+use toolcrib::domain::utp::trace;
 use toolcrib_protocol::utp::turn::{
     self, DispatchBody, FinishBody, LeaseBody, resumed_body, turn_body,
 };
 use toolcrib_protocol::utp::wire;
 use utoipa::{IntoParams, ToSchema};
 
+use self::definition::AgentBody;
 use super::super::HttpState;
 use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
 use crate::http::problem::{ApiError, ProblemDetails};
 use crate::http::wait_param::admit_long_poll;
 
-/// An agent that can be woken up.
-#[derive(Serialize, Deserialize, ToSchema)]
-pub(super) struct AgentBody {
-    #[serde(default)]
-    agent_id: String,
-    /// Target of its wakeup commands: `cmd.agent.<worker_target>.wakeup`.
-    worker_target: String,
-    /// Free-form description of the agent.
-    #[schema(value_type = Option<Object>)]
-    profile: Option<toolcrib::Json>,
-    /// Names or patterns of the tools that it may call in a turn; null = all that its rules allow.
-    allowed_tools: Option<Vec<String>>,
-    #[serde(default)]
-    updated_at_ms: u64,
-}
-
-impl From<AgentEntry> for AgentBody {
-    fn from(member: AgentEntry) -> Self {
-        Self {
-            agent_id: member.agent_id,
-            worker_target: member.worker_target,
-            profile: member.profile,
-            allowed_tools: member.allowed_tools,
-            updated_at_ms: member.updated_ms,
-        }
-    }
-}
-
-/// The agents of the roster.
+/// The agents of the project.
 #[derive(Serialize, ToSchema)]
 pub(super) struct AgentList {
     agents: Vec<AgentBody>,
 }
 
-/// Lists the agents of the roster.
+/// Lists the agents of the project.
 #[utoipa::path(get, path = "/v1/agents", tag = "operators",
     responses((status = 200, body = AgentList)))]
 pub(super) async fn list(
@@ -65,7 +39,7 @@ pub(super) async fn list(
     Json(AgentList { agents: roster.collect() })
 }
 
-/// Returns one agent of the roster.
+/// Returns one agent.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
     responses((status = 200, body = AgentBody), (status = 404, body = ProblemDetails)))]
@@ -77,29 +51,7 @@ pub(super) async fn show(
     Ok(Json(state.engine.registry().agent_entry(&caller, &agent_id)?.into()))
 }
 
-/// Adds an agent to the roster, or replaces its entry.
-#[utoipa::path(put, path = "/v1/agents/{agent_id}", tag = "operators",
-    params(("agent_id" = String, Path, description = "The agent")), request_body = AgentBody,
-    responses((status = 200, body = AgentBody), (status = 403, body = ProblemDetails),
-        (status = 422, body = ProblemDetails)))]
-pub(super) async fn put(
-    State(state): State<HttpState>,
-    AuthenticatedCaller(caller): AuthenticatedCaller,
-    NamePath(agent_id): NamePath,
-    JsonBody(body): JsonBody<AgentBody>,
-) -> Result<Json<AgentBody>, ApiError> {
-    let member = AgentEntry {
-        project: caller.project.clone(),
-        agent_id,
-        worker_target: body.worker_target,
-        profile: body.profile,
-        allowed_tools: body.allowed_tools,
-        updated_ms: 0,
-    };
-    Ok(Json(state.engine.registry().put_agent_entry(&caller, member).await?.into()))
-}
-
-/// Removes an agent from the roster.
+/// Removes an agent and its tool. Its open runs continue.
 #[utoipa::path(delete, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
     responses((status = 204), (status = 403, body = ProblemDetails),

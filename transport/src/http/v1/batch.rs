@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use toolcrib::calls::batch::{self, BatchEntryResult, BatchMode};
 use toolcrib::domain::fault::{Code, Error, Fault};
+use toolcrib::domain::utp::AfterExecution;
 use toolcrib::model_formats::{ENVELOPE_FIELDS, unknown_envelope_fields};
 use toolcrib::{Batch, BatchAnswer};
 use utoipa::ToSchema;
@@ -94,6 +95,10 @@ pub(super) struct BatchResultBody<'a> {
     data: Option<&'a toolcrib::Json>,
     error: Option<FaultBody>,
     metrics: Option<MetricsBody>,
+    /// Once the call has ended, the effect of its result on your run: `suspend` (continue with it)
+    /// or `terminate` (it is the answer).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    after_execution: Option<&'static str>,
     /// The tool name, as requested.
     name: Option<&'a str>,
     /// `pending` while the call has not ended.
@@ -145,6 +150,7 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
             data: settled.data(),
             error: settled.error().map(FaultBody::from),
             metrics: settled.metrics().map(MetricsBody::from),
+            after_execution: settled.after_execution().map(AfterExecution::as_str),
             name: settled.name.as_deref(),
             hold: pending.and_then(|pending| pending.approval_id).map(|_| "approval"),
             approval_id: pending.and_then(|pending| pending.approval_id),

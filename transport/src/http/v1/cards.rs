@@ -1,5 +1,6 @@
-//! UTP over HTTP: cards, reports of tool services, and dead letters.
+//! UTP over HTTP: cards, boxes, reports of tool services, and dead letters.
 
+pub(super) mod boxes;
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{Request, State};

@@ -5,6 +5,7 @@ pub(super) mod replay;
 mod request;
 mod response;
 pub(super) mod stream;
+pub(super) mod tree;
 use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};

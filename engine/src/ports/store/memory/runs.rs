@@ -20,6 +20,13 @@ pub(super) struct MemoryRuns {
     keys: HashMap<(String, String, String), (RunKey, String)>,
 }
 
+impl MemoryRuns {
+    /// Returns every run, ordered by project and id.
+    pub(super) fn all(&self) -> impl Iterator<Item = &Run> {
+        self.runs.values()
+    }
+}
+
 fn run_key(run: &Run) -> RunKey {
     (run.project.clone(), run.id.clone())
 }

@@ -22,7 +22,7 @@ use crate::domain::run::options::DEFAULT_RESULT_TOKENS;
 use crate::domain::run::progress::{PendingCall, RunProgress};
 use crate::model_formats::{fault_content, pending_content};
 use crate::ports::core::from_store_error;
-use crate::runs::agent_loop::execute::late_entry_result;
+use crate::runs::agent_loop::late_results::late_entry_result;
 use crate::runs::agent_loop::tool_search;
 use crate::runs::agent_loop::tool_selection::ToolSelection;
 use crate::runs::agent_loop::{LoopEvent, limits};
@@ -147,12 +147,12 @@ impl<'a> AgentLoop<'a> {
             && self.tool_selection.version == self.engine.registry.directory_version();
         if !is_same {
             let set = selection.as_ref().and_then(|set| set.toolcrib_tools.as_deref());
-            let given = self.options.tools.as_deref();
+            let given = self.options.offered_tools();
             // The later choice counts: a stored run was started before its tools were set, and a
-            // request came after that.
+            // request or a handoff came after that.
             let patterns = match self.run_state.owner {
-                LoopOwner::StoredRun => set.or(given),
-                LoopOwner::Caller | LoopOwner::Replay => given.or(set),
+                LoopOwner::StoredRun if self.options.active_agent.is_none() => set.or(given),
+                _ => given.or(set),
             };
             self.tool_selection = ToolSelection::new(
                 self.engine,
@@ -366,6 +366,7 @@ impl<'a> AgentLoop<'a> {
             tool_call_id: ticket.id.clone(),
             call_id: call.id.clone(),
             name: call.name.clone(),
+            suspends: false,
         };
         if ticket.outcome.is_none() {
             let content = pending_content(&batch::pending_notice(&ticket));

@@ -51,6 +51,9 @@ pub(crate) struct RunBody {
     /// A label.
     #[schema(value_type = Option<String>)]
     user_id: Option<Value>,
+    /// Box of cards that gives the run, and the agents that it calls, their context.
+    #[schema(value_type = Option<String>)]
+    context_box_id: Option<Value>,
     /// The same as the header `Idempotency-Key`.
     #[schema(value_type = Option<String>)]
     idempotency_key: Option<Value>,
@@ -189,6 +192,11 @@ impl RunBody {
             limits: limits.unwrap_or_default(),
             execution_options: acting.unwrap_or_default(),
             user_id: parse_field("user_id", self.user_id.as_ref(), "must be a text")?,
+            context_box_id: parse_field(
+                "context_box_id",
+                self.context_box_id.as_ref(),
+                "must be a text",
+            )?,
             ..RunRequest::default()
         })
     }

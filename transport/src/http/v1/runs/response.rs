@@ -5,6 +5,7 @@ use serde_json::Value;
 use toolcrib::calls::CallQuery;
 use toolcrib::domain::fault::{Error, Fault};
 use toolcrib::domain::model_reply::TokenUsage;
+use toolcrib::domain::run::progress::TerminatingCall;
 use toolcrib::domain::run::{JournalEntry, JournalKind, Run};
 use toolcrib::{Call, Caller, Engine};
 use utoipa::ToSchema;
@@ -23,11 +24,21 @@ pub(crate) struct RunSummary {
     status: &'static str,
     model: String,
     agent: String,
+    /// The agent that continues the run after a handoff.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    active_agent: Option<String>,
     /// The final answer. A failed run has one if all its tool calls failed and the model answered.
     answer: Option<String>,
     /// The limit that made Toolcrib request the final answer: `steps`, `calls`, `tokens`, `time`,
     /// `repeats` or `failures`.
     limit_reached: Option<&'static str>,
+    /// The card with the answer, once the run has ended with one: the result that terminated the
+    /// run, or the model's answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deliverable_card_id: Option<String>,
+    /// The call whose result terminated the run, if one did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    terminated_by: Option<TerminatingCallBody>,
     error: Option<FaultBody>,
     step_count: u32,
     call_count: u32,
@@ -60,6 +71,27 @@ impl From<TokenUsage> for UsageBody {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: usage.completion_tokens,
             total_tokens: usage.prompt_tokens.saturating_add(usage.completion_tokens),
+        }
+    }
+}
+
+/// A call whose result terminated a run.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct TerminatingCallBody {
+    tool_call_id: String,
+    name: String,
+    /// The typed fields that the tool `run.finish` set.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    result_fields: Option<Value>,
+}
+
+impl From<&TerminatingCall> for TerminatingCallBody {
+    fn from(call: &TerminatingCall) -> Self {
+        Self {
+            tool_call_id: call.tool_call_id.to_string(),
+            name: call.name.clone(),
+            result_fields: call.result_fields.clone(),
         }
     }
 }
@@ -110,7 +142,8 @@ pub(crate) struct StepBody {
     /// Id, name and arguments of each call, as the model wrote them.
     #[schema(value_type = Vec<Object>)]
     calls: Value,
-    /// Result of each call: `call_id`, `tool_call_id`, `name`, `status`, `ok`, `digested`, `error`.
+    /// Result of each call: `call_id`, `tool_call_id`, `name`, `status`, `ok`, `digested`, `error`,
+    /// and `after_execution` once it has ended.
     #[schema(value_type = Vec<Object>)]
     results: Value,
 }
@@ -155,8 +188,15 @@ pub(crate) fn to_summary(run: &Run) -> RunSummary {
         status: run.status.as_str(),
         model: run.model.clone(),
         agent: run.owner.agent.clone(),
+        active_agent: run.options.active_agent.as_ref().map(|agent| agent.agent_id.clone()),
         answer: run.answer.as_ref().map(|answer| answer.text.clone()),
         limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.stop_reason?.as_str())),
+        deliverable_card_id: run.deliverable_card_id.clone(),
+        terminated_by: run
+            .answer
+            .as_ref()
+            .and_then(|answer| answer.terminated_by.as_ref())
+            .map(TerminatingCallBody::from),
         error: run.error.clone().map(|error| FaultBody::from(&Fault::from(error))),
         step_count: progress.steps,
         call_count: progress.calls,

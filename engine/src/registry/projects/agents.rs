@@ -1,0 +1,334 @@
+//! The agents of a project: the roster of those that can be woken, and those that can be called as
+//! tools, in versions.
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::domain::agent::{
+    AgentDefinition, AgentDriver, AgentEntry, AgentProfile, AgentVersion, OnParentEnd,
+    agent_tool_name,
+};
+use crate::domain::caller::Caller;
+use crate::domain::directory::DirectoryChange;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::tool::Executor;
+use crate::domain::utp::is_token;
+use crate::ports::core::from_store_error;
+use crate::registry::Registry;
+use crate::registry::catalog::Catalog;
+
+/// Maximum number of versions that a list shows.
+const MAX_LISTED_VERSIONS: usize = 200;
+
+/// Maximum number of agents of one project.
+const MAX_AGENTS: usize = 10_000;
+
+impl Registry {
+    /// Adds an agent to the roster, or replaces its entry. The agent can be woken, and not called
+    /// as a tool.
+    pub async fn put_agent_entry(
+        &self,
+        caller: &Caller,
+        mut entry: AgentEntry,
+    ) -> Result<AgentEntry, Error> {
+        self.require_admin(caller, Some(&entry.project))?;
+        for (field, word) in
+            [("agent_id", &entry.agent_id), ("worker_target", &entry.worker_target)]
+        {
+            check_token(field, word)?;
+        }
+        entry.updated_ms = self.core.clock.wall_ms();
+        self.change_directory(|_| Ok((DirectoryChange::PutAgent(entry.clone()), None))).await?;
+        Ok(entry)
+    }
+
+    /// Defines an agent, or a new version of it, and offers it as a tool. The same definition again
+    /// changes nothing.
+    ///
+    /// An operator defines any agent. An agent defines agents that the loop drives, and replaces
+    /// only those that it defined; they never have more tools, budget or depth than their creator:
+    /// `creator`, or else the agent with the caller's name.
+    pub async fn define_agent(
+        &self,
+        caller: &Caller,
+        definition: AgentDefinition,
+        creator: Option<&AgentDefinition>,
+    ) -> Result<AgentEntry, Error> {
+        let is_admin = creator.is_none() && caller.may_administer();
+        if is_admin {
+            self.require_admin(caller, None)?;
+        } else if !caller.may_invoke() {
+            let message = format!("a key with the role {} cannot define agents", caller.roles);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        check_definition(&definition)?;
+        let by_name = || self.find_agent_definition(&caller.project, &caller.agent);
+        let creator = creator.cloned().or_else(|| (!is_admin).then(by_name).flatten());
+        let definition = match &creator {
+            Some(creator) => narrow_to_creator(definition, creator)?,
+            None => definition,
+        };
+        let author = creator.map_or_else(|| caller.agent.clone(), |creator| creator.agent_id);
+        let known = self.agent_versions(caller, &definition.agent_id, 1).await?;
+        let last_version = known.first().map_or(0, |known| known.definition.version);
+        let updated_ms = self.core.clock.wall_ms();
+        let definition = AgentDefinition { created_by: author.clone(), ..definition };
+        let is_current = |entry: &AgentEntry| {
+            entry.definition.as_ref().is_some_and(|current| current.is_equivalent(&definition))
+        };
+        let existing = self.find_agent_entry(&caller.project, &definition.agent_id);
+        if let Some(existing) = existing.filter(is_current) {
+            return Ok(existing);
+        }
+        self.change_directory(|catalog| {
+            let existing = find_entry(catalog, &caller.project, &definition.agent_id);
+            if !is_admin {
+                check_author(existing, &author, definition.driver)?;
+            }
+            check_tool_name_free(catalog, &caller.project, &definition.agent_id)?;
+            check_agent_count(catalog, &caller.project, existing)?;
+            let current = existing.and_then(|entry| entry.definition.as_deref());
+            let version = current.map_or(last_version, |current| current.version) + 1;
+            let next = AgentDefinition { version, ..definition.clone() };
+            let entry = to_entry(&caller.project, next, updated_ms);
+            let audit = self.audit_entry(caller, &caller.project, "agent.set", &entry.agent_id, "");
+            Ok((DirectoryChange::PutAgent(entry), Some(audit)))
+        })
+        .await?;
+        self.agent_entry(caller, &definition.agent_id)
+    }
+
+    /// Removes an agent from the roster, and its tool. Its versions and its open runs stay.
+    pub async fn remove_agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
+        let entry = self.agent_entry(caller, agent_id)?;
+        let is_author = entry.definition.as_ref().is_some_and(|agent| {
+            agent.driver == AgentDriver::Loop
+                && agent.created_by == caller.agent
+                && caller.may_invoke()
+        });
+        if !is_author {
+            self.require_admin(caller, None)?;
+        }
+        let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
+        self.change_directory(|_| {
+            let audit = self.audit_entry(caller, &project, "agent.removed", &agent_id, "");
+            let (project, agent_id) = (project.clone(), agent_id.clone());
+            Ok((DirectoryChange::DropAgent { project, agent_id }, Some(audit)))
+        })
+        .await
+    }
+
+    /// Returns the project's roster.
+    pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
+        let catalog = self.catalog();
+        let entries = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
+        entries.cloned().collect()
+    }
+
+    /// Returns one agent of the roster.
+    pub fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
+        let found = self.find_agent_entry(&caller.project, agent_id);
+        found.ok_or_else(|| {
+            let excerpt: String = agent_id.chars().take(80).collect();
+            let message = format!("agent \"{excerpt}\" is not on the roster");
+            Error::refused(Code::NotFound, message)
+        })
+    }
+
+    /// Returns the newest versions of an agent, newest first; also of one that was removed.
+    pub async fn agent_versions(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        limit: usize,
+    ) -> Result<Vec<AgentVersion>, Error> {
+        let limit = limit.clamp(1, MAX_LISTED_VERSIONS);
+        let versions = self.core.store.agents().agent_versions(&caller.project, agent_id, limit);
+        versions.await.map_err(from_store_error)
+    }
+
+    /// Returns the definition of an agent that can be called.
+    pub fn find_agent_definition(&self, project: &str, agent_id: &str) -> Option<AgentDefinition> {
+        let catalog = self.catalog();
+        let entry = find_entry(&catalog, project, agent_id)?;
+        entry.definition.as_deref().cloned()
+    }
+
+    pub(crate) fn find_agent_entry(&self, project: &str, agent_id: &str) -> Option<AgentEntry> {
+        find_entry(&self.catalog(), project, agent_id).cloned()
+    }
+}
+
+/// The fields of a document that defines an agent.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AgentDocument {
+    agent_id: Option<String>,
+    #[serde(default)]
+    profile: AgentProfile,
+    #[serde(default)]
+    driver: AgentDriver,
+    worker_target: Option<String>,
+    #[serde(default)]
+    on_parent_end: OnParentEnd,
+}
+
+/// Fields that responses add to an agent. A document that was read from one is accepted as it is.
+const RESPONSE_FIELDS: [&str; 6] =
+    ["version", "created_by", "derived_from", "updated_at_ms", "tool", "allowed_tools"];
+
+/// Reads an agent from a document: the body of `PUT /v1/agents/{agent_id}`, an entry of the
+/// configuration, or a file. `agent_id` is the id from elsewhere, such as a path.
+///
+/// # Errors
+///
+/// Refuses a document with unknown fields, wrong types, or another id.
+pub fn parse_agent_definition(
+    agent_id: Option<&str>,
+    document: &Value,
+) -> Result<AgentDefinition, Error> {
+    let mut document = document.clone();
+    if let Some(fields) = document.as_object_mut() {
+        fields.retain(|name, value| !value.is_null() && !RESPONSE_FIELDS.contains(&name.as_str()));
+    }
+    let read = serde_json::from_value::<AgentDocument>(document);
+    let document = read.map_err(|error| {
+        let fault = Fault::new(Code::ValidationError, format!("the agent cannot be read: {error}"));
+        Error::from(fault.without_side_effect())
+    })?;
+    let id = match (agent_id, document.agent_id) {
+        (Some(expected), Some(id)) if !id.is_empty() && id != expected => {
+            let message = format!("agent_id is \"{id}\", and the request is about \"{expected}\"");
+            return Err(invalid("agent_id", message));
+        }
+        (Some(expected), _) => expected.to_owned(),
+        (None, Some(id)) => id,
+        (None, None) => return Err(invalid("agent_id", "agent_id is missing".to_owned())),
+    };
+    Ok(AgentDefinition {
+        agent_id: id,
+        profile: document.profile,
+        driver: document.driver,
+        worker_target: document.worker_target,
+        on_parent_end: document.on_parent_end,
+        ..AgentDefinition::default()
+    })
+}
+
+fn find_entry<'a>(catalog: &'a Catalog, project: &str, agent_id: &str) -> Option<&'a AgentEntry> {
+    let roster = &catalog.directory().roster;
+    roster.iter().find(|entry| entry.project == project && entry.agent_id == agent_id)
+}
+
+/// Returns the roster's entry of an agent that can be called.
+fn to_entry(project: &str, definition: AgentDefinition, updated_ms: u64) -> AgentEntry {
+    AgentEntry {
+        project: project.to_owned(),
+        agent_id: definition.agent_id.clone(),
+        worker_target: definition.worker_target.clone().unwrap_or_default(),
+        profile: None,
+        allowed_tools: definition.profile.tools.clone(),
+        updated_ms,
+        definition: Some(Box::new(definition)),
+    }
+}
+
+fn check_token(field: &str, word: &str) -> Result<(), Error> {
+    if is_token(word) {
+        return Ok(());
+    }
+    let message = format!("{field} must be a valid NATS token: no spaces, dots, * or >");
+    Err(invalid(field, message))
+}
+
+fn invalid(pointer: &str, message: String) -> Error {
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+    fault.with_detail(json!({ "pointer": format!("/{pointer}") })).into()
+}
+
+fn check_definition(definition: &AgentDefinition) -> Result<(), Error> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    let agent_id = &definition.agent_id;
+    if !(1..=64).contains(&agent_id.len())
+        || !agent_id.chars().all(is_plain)
+        || !agent_id.starts_with(|c: char| c.is_ascii_alphanumeric())
+    {
+        let message = "agent_id must have 1 to 64 letters, digits, '_' and '-', and begin with a \
+                       letter or digit";
+        return Err(invalid("agent_id", message.to_owned()));
+    }
+    match (&definition.worker_target, definition.driver) {
+        (Some(target), _) => check_token("worker_target", target)?,
+        (None, AgentDriver::Worker) => {
+            let message = "worker_target is missing: a worker drives this agent";
+            return Err(invalid("worker_target", message.to_owned()));
+        }
+        (None, AgentDriver::Loop) => {}
+    }
+    if let Some((field, problem)) = definition.profile.find_problem() {
+        return Err(invalid(&format!("profile/{field}"), format!("profile/{field} {problem}")));
+    }
+    Ok(())
+}
+
+/// Bounds an agent by its creator.
+fn narrow_to_creator(
+    mut definition: AgentDefinition,
+    creator: &AgentDefinition,
+) -> Result<AgentDefinition, Error> {
+    let narrowed = definition.profile.narrowed_to(&creator.profile).map_err(|problem| {
+        let message = format!(
+            "agent \"{}\" would exceed its creator \"{}\": {problem}",
+            definition.agent_id, creator.agent_id
+        );
+        invalid("profile", message)
+    });
+    definition.profile = narrowed?;
+    definition.derived_from = Some(creator.agent_id.clone());
+    Ok(definition)
+}
+
+/// Checks that an agent may define or replace this entry.
+fn check_author(
+    existing: Option<&AgentEntry>,
+    author: &str,
+    driver: AgentDriver,
+) -> Result<(), Error> {
+    if driver == AgentDriver::Worker {
+        let message = "only an operator defines agents that a worker drives";
+        return Err(Error::refused(Code::PermissionDenied, message));
+    }
+    let is_own = |entry: &AgentEntry| {
+        entry.definition.as_ref().is_some_and(|agent| agent.created_by == author)
+    };
+    match existing {
+        Some(entry) if !is_own(entry) => {
+            let message = format!("agent \"{}\" was defined by someone else", entry.agent_id);
+            Err(Error::refused(Code::PermissionDenied, message))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_agent_count(
+    catalog: &Catalog,
+    project: &str,
+    existing: Option<&AgentEntry>,
+) -> Result<(), Error> {
+    let agents = catalog.directory().roster.iter().filter(|entry| entry.project == project);
+    if existing.is_some() || agents.count() < MAX_AGENTS {
+        return Ok(());
+    }
+    let message = format!("the project would have more than {MAX_AGENTS} agents");
+    Err(Error::refused(Code::PayloadTooLarge, message))
+}
+
+fn check_tool_name_free(catalog: &Catalog, project: &str, agent_id: &str) -> Result<(), Error> {
+    let name = agent_tool_name(agent_id);
+    let existing = catalog.find(project, &name);
+    if existing.is_none_or(|existing| existing.definition.executor == Executor::AGENT) {
+        return Ok(());
+    }
+    let message = format!("there is a tool \"{name}\" already; choose another agent_id");
+    Err(Error::refused(Code::Conflict, message))
+}

@@ -1,0 +1,97 @@
+//! Calls of agents that the loop drives: each call is a run of its own, linked to the call and to
+//! the run that made it.
+//!
+//! A call of an agent is an ordinary call whose source starts a run. The run's id derives from the
+//! call's, so a call that is delivered again after a crash finds its run. The end of the run is
+//! committed first and then reported as the result of the call; if the process dies in between, the
+//! recovered call reads the result from the stored run. So exactly one outcome reaches the caller.
+//!
+//! Budgets form a tree. A child reserves its part in the commit that creates it, because its row
+//! names the part; the commit that ends it returns the rest, because an ended run counts with what
+//! it used. `budget` holds the same tree in memory and is rebuilt from the store.
+
+pub(crate) mod budget;
+mod end;
+mod messages;
+mod start;
+mod tree;
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use async_trait::async_trait;
+
+use crate::domain::id::CallId;
+use crate::domain::run::Run;
+use crate::domain::tool::{Executor, ToolDefinition};
+use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
+use crate::runs::Runs;
+
+pub(crate) use end::check_finish;
+pub(crate) use start::root_of;
+pub use tree::{RunTree, RunTreeNode, TreeUsage};
+
+/// Returns the id of the run that answers a call.
+pub(crate) fn run_id_for(call_id: &CallId) -> String {
+    format!("{}{}", Run::PREFIX, call_id.as_str().trim_start_matches(CallId::PREFIX))
+}
+
+/// The source of agents. Its tools come from the roster.
+#[derive(Default)]
+pub(crate) struct AgentSource {
+    runs: OnceLock<Weak<Runs>>,
+    /// Executes the calls of agents that workers drive.
+    workers: OnceLock<Arc<dyn Source>>,
+}
+
+impl AgentSource {
+    /// Connects the source with the runs. Later calls have no effect.
+    pub(crate) fn set_runs(&self, runs: &Arc<Runs>) {
+        let _ = self.runs.set(Arc::downgrade(runs));
+    }
+
+    /// Sets the source that executes the calls of agents that workers drive. Later calls have no
+    /// effect.
+    #[allow(dead_code, reason = "the part that drives workers sets it")]
+    pub(crate) fn set_workers(&self, workers: Arc<dyn Source>) {
+        let _ = self.workers.set(workers);
+    }
+
+    fn runs(&self) -> Option<Arc<Runs>> {
+        self.runs.get()?.upgrade()
+    }
+}
+
+#[async_trait]
+impl Source for AgentSource {
+    fn executor(&self) -> Executor {
+        Executor::AGENT
+    }
+
+    fn list(&self) -> Vec<ToolDefinition> {
+        Vec::new()
+    }
+
+    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
+        // If the engine is gone, the next process starts the attempt again.
+        let Some(runs) = self.runs() else { return StartResult::Accepted };
+        match self.workers.get().filter(|_| runs.is_worker_driven(&attempt)) {
+            Some(workers) => workers.start(attempt, progress).await,
+            None => Box::pin(runs.start_agent(attempt)).await,
+        }
+    }
+
+    fn cancel(&self, call_id: &CallId, attempt: u32) {
+        if let Some(workers) = self.workers.get() {
+            workers.cancel(call_id, attempt);
+        }
+        if let Some(runs) = self.runs() {
+            runs.stop_agent(call_id);
+        }
+    }
+
+    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+        if let Some(workers) = self.workers.get() {
+            workers.release_attempt(call_id, attempt);
+        }
+    }
+}

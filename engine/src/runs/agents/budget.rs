@@ -1,0 +1,359 @@
+//! The trees of agents in memory: which run called which, and what is left of their budgets.
+//!
+//! A run with a budget of its own has it reserved in its caller's until it ends; from then on it
+//! counts with what it used. A run without one draws from the nearest budget above it. Everything
+//! here follows from the stored runs, so a restart rebuilds it.
+
+use std::collections::HashMap;
+
+use parking_lot::Mutex;
+use serde_json::json;
+
+use crate::domain::agent::{AgentLimits, OnParentEnd};
+use crate::domain::fault::{Code, Fault};
+use crate::domain::id::CallId;
+use crate::domain::run::options::RunLimits;
+use crate::domain::run::progress::StopReason;
+use crate::domain::run::{Run, RunBudget};
+
+/// A project and the first run of a tree.
+pub(crate) type TreeKey = (String, String);
+
+/// A number of calls and of tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Amounts {
+    calls: u64,
+    tokens: u64,
+}
+
+/// One of the two amounts of a budget.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Resource {
+    Calls,
+    Tokens,
+}
+
+impl Resource {
+    const ALL: [Self; 2] = [Self::Calls, Self::Tokens];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Calls => "calls",
+            Self::Tokens => "tokens",
+        }
+    }
+
+    fn stop_reason(self) -> StopReason {
+        match self {
+            Self::Calls => StopReason::Calls,
+            Self::Tokens => StopReason::Tokens,
+        }
+    }
+
+    fn of(self, amounts: &Amounts) -> u64 {
+        match self {
+            Self::Calls => amounts.calls,
+            Self::Tokens => amounts.tokens,
+        }
+    }
+
+    fn of_budget(self, budget: &RunBudget) -> Option<u64> {
+        match self {
+            Self::Calls => budget.calls,
+            Self::Tokens => budget.tokens,
+        }
+    }
+}
+
+/// One run of a tree.
+#[derive(Debug)]
+struct TreeNode {
+    parent: Option<String>,
+    children: Vec<String>,
+    budget: RunBudget,
+    /// Used by the run itself.
+    used: Amounts,
+    is_open: bool,
+    call_id: Option<CallId>,
+    on_parent_end: OnParentEnd,
+}
+
+#[derive(Debug, Default)]
+struct Tree {
+    nodes: HashMap<String, TreeNode>,
+}
+
+/// An open run that another run called.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OpenChild {
+    pub(crate) run_id: String,
+    pub(crate) call_id: CallId,
+    pub(crate) on_parent_end: OnParentEnd,
+}
+
+/// A run that is about to start.
+pub(crate) struct ChildReservation<'a> {
+    pub(crate) run_id: &'a str,
+    pub(crate) parent_run_id: Option<&'a str>,
+    pub(crate) call_id: &'a CallId,
+    pub(crate) limits: &'a AgentLimits,
+    pub(crate) on_parent_end: OnParentEnd,
+    /// Maximum number of open runs that one run may have called.
+    pub(crate) max_children: usize,
+}
+
+/// The trees that have open runs.
+#[derive(Default)]
+pub(crate) struct RunTrees {
+    state: Mutex<TreesState>,
+}
+
+#[derive(Default)]
+struct TreesState {
+    trees: HashMap<TreeKey, Tree>,
+    /// Tree of each run that a call of an agent started.
+    by_run: HashMap<String, TreeKey>,
+}
+
+/// Returns the budget of a run: what its lineage reserves, or the limits that its request sets.
+fn budget_of(run: &Run) -> RunBudget {
+    if let Some(lineage) = &run.lineage {
+        return lineage.budget;
+    }
+    let (limits, default) = (&run.options.limits, RunLimits::default());
+    RunBudget {
+        calls: (limits.calls != default.calls).then(|| u64::from(limits.calls)),
+        tokens: (limits.tokens != default.tokens).then_some(limits.tokens),
+    }
+}
+
+fn used_by(run: &Run) -> Amounts {
+    let (now, since) = (run.progress.usage_so_far(), run.progress.baseline);
+    Amounts {
+        calls: u64::from(now.calls.saturating_sub(since.calls)),
+        tokens: now.tokens.saturating_sub(since.tokens),
+    }
+}
+
+impl TreeNode {
+    fn from_run(run: &Run) -> Self {
+        let lineage = run.lineage.as_deref();
+        Self {
+            parent: lineage.and_then(|lineage| lineage.parent_run_id.clone()),
+            children: Vec::new(),
+            budget: budget_of(run),
+            used: used_by(run),
+            is_open: !run.status.is_terminal(),
+            call_id: lineage.map(|lineage| lineage.call_id.clone()),
+            on_parent_end: lineage.map_or_else(OnParentEnd::default, |l| l.on_parent_end),
+        }
+    }
+}
+
+impl Tree {
+    fn from_runs(runs: &[Run]) -> Self {
+        let nodes = runs.iter().map(|run| (run.id.clone(), TreeNode::from_run(run))).collect();
+        let mut tree = Self { nodes };
+        for run in runs {
+            let parent = run.lineage.as_ref().and_then(|lineage| lineage.parent_run_id.clone());
+            if let Some(node) = parent.and_then(|parent| tree.nodes.get_mut(&parent)) {
+                node.children.push(run.id.clone());
+            }
+        }
+        tree
+    }
+
+    /// Returns what a run and everything below it used or reserved.
+    fn charged(&self, run_id: &str, resource: Resource) -> u64 {
+        let (mut total, mut rest) = (0_u64, vec![run_id]);
+        while let Some(id) = rest.pop() {
+            let Some(node) = self.nodes.get(id) else { continue };
+            let reserved = resource.of_budget(&node.budget).filter(|_| node.is_open);
+            match reserved {
+                Some(reserved) if id != run_id => total = total.saturating_add(reserved),
+                _ => {
+                    total = total.saturating_add(resource.of(&node.used));
+                    rest.extend(node.children.iter().map(String::as_str));
+                }
+            }
+        }
+        total
+    }
+
+    /// Returns the rest of the nearest budget at or above a run; `None` if there is no budget.
+    fn remaining(&self, run_id: &str, resource: Resource) -> Option<(u64, u64)> {
+        let mut at = Some(run_id);
+        while let Some(id) = at {
+            let node = self.nodes.get(id)?;
+            if let Some(limit) = resource.of_budget(&node.budget) {
+                return Some((limit.saturating_sub(self.charged(id, resource)), limit));
+            }
+            at = node.parent.as_deref();
+        }
+        None
+    }
+
+    /// Decides the budget of a child.
+    ///
+    /// A child that requests less than what is left gets it. One that requests all of it, or more,
+    /// gets half, so that its caller and the next child can work too.
+    fn grant(
+        &self,
+        parent: &str,
+        wanted: Option<u64>,
+        resource: Resource,
+    ) -> Result<Option<u64>, Fault> {
+        let Some((left, limit)) = self.remaining(parent, resource) else { return Ok(wanted) };
+        if left == 0 {
+            let name = resource.name();
+            let message = format!(
+                "the budget of {limit} {name} is used up or reserved by agents that still work; \
+                 finish with what you have, or wait for one of them"
+            );
+            let detail = json!({ "limit": limit, "resource": name });
+            let fault = Fault::new(Code::RateLimited, message).with_detail(detail);
+            return Err(fault.without_side_effect().retryable(false));
+        }
+        Ok(wanted.map(|wanted| if wanted < left { wanted } else { (left / 2).max(1) }))
+    }
+
+    fn open_children(&self, run_id: &str) -> Vec<OpenChild> {
+        let Some(node) = self.nodes.get(run_id) else { return Vec::new() };
+        let children = node.children.iter().filter_map(|id| {
+            let child = self.nodes.get(id).filter(|child| child.is_open)?;
+            Some(OpenChild {
+                run_id: id.clone(),
+                call_id: child.call_id.clone()?,
+                on_parent_end: child.on_parent_end,
+            })
+        });
+        children.collect()
+    }
+}
+
+impl RunTrees {
+    /// Returns true if the tree is in memory.
+    pub(crate) fn is_loaded(&self, key: &TreeKey) -> bool {
+        self.state.lock().trees.contains_key(key)
+    }
+
+    /// Adds a tree, unless it is in memory already.
+    pub(crate) fn add_tree(&self, key: TreeKey, runs: &[Run]) {
+        let mut state = self.state.lock();
+        if state.trees.contains_key(&key) {
+            return;
+        }
+        let in_tree = runs.iter().filter(|run| run.lineage.is_some());
+        let ids: Vec<String> = in_tree.map(|run| run.id.clone()).collect();
+        state.by_run.extend(ids.into_iter().map(|id| (id, key.clone())));
+        state.trees.insert(key, Tree::from_runs(runs));
+    }
+
+    /// Reserves the budget of a child, which counts as open from now on.
+    pub(crate) fn reserve(
+        &self,
+        key: &TreeKey,
+        child: &ChildReservation<'_>,
+    ) -> Result<RunBudget, Fault> {
+        let mut state = self.state.lock();
+        let tree = state.trees.entry(key.clone()).or_default();
+        let wanted_calls = child.limits.calls.map(u64::from);
+        let mut budget = RunBudget { calls: wanted_calls, tokens: child.limits.tokens };
+        if let Some(parent) = child.parent_run_id {
+            let open = tree.open_children(parent).len();
+            if open >= child.max_children {
+                let message = format!(
+                    "this run has called {open} agents that still work, the maximum; wait for one \
+                     of them to end, or do the task yourself"
+                );
+                let detail = json!({ "limit": child.max_children, "resource": "fan_out" });
+                let fault = Fault::new(Code::RateLimited, message).with_detail(detail);
+                return Err(fault.without_side_effect().retryable(false));
+            }
+            budget = RunBudget {
+                calls: tree.grant(parent, budget.calls, Resource::Calls)?,
+                tokens: tree.grant(parent, budget.tokens, Resource::Tokens)?,
+            };
+            if let Some(node) = tree.nodes.get_mut(parent) {
+                node.children.push(child.run_id.to_owned());
+            }
+        }
+        let node = TreeNode {
+            parent: child.parent_run_id.map(str::to_owned),
+            children: Vec::new(),
+            budget,
+            used: Amounts::default(),
+            is_open: true,
+            call_id: Some(child.call_id.clone()),
+            on_parent_end: child.on_parent_end,
+        };
+        tree.nodes.insert(child.run_id.to_owned(), node);
+        state.by_run.insert(child.run_id.to_owned(), key.clone());
+        Ok(budget)
+    }
+
+    /// Removes a child that was not created.
+    pub(crate) fn discard(&self, key: &TreeKey, run_id: &str) {
+        let mut state = self.state.lock();
+        state.by_run.remove(run_id);
+        let Some(tree) = state.trees.get_mut(key) else { return };
+        let parent = tree.nodes.remove(run_id).and_then(|node| node.parent);
+        if let Some(node) = parent.and_then(|parent| tree.nodes.get_mut(&parent)) {
+            node.children.retain(|child| child != run_id);
+        }
+    }
+
+    /// Records the committed state of a run. A tree without open runs is dropped.
+    pub(crate) fn update(&self, run: &Run) {
+        let mut state = self.state.lock();
+        if state.trees.is_empty() {
+            return;
+        }
+        let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
+        let key = (run.project.clone(), root.clone());
+        let Some(tree) = state.trees.get_mut(&key) else { return };
+        let Some(node) = tree.nodes.get_mut(&run.id) else { return };
+        (node.used, node.is_open) = (used_by(run), !run.status.is_terminal());
+    }
+
+    /// Returns the open runs that a run called.
+    pub(crate) fn open_children(&self, run: &Run) -> Vec<OpenChild> {
+        let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
+        let state = self.state.lock();
+        let tree = state.trees.get(&(run.project.clone(), root.clone()));
+        tree.map_or_else(Vec::new, |tree| tree.open_children(&run.id))
+    }
+
+    /// Drops the tree of a run if none of its runs is open.
+    pub(crate) fn drop_if_ended(&self, run: &Run) {
+        let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
+        let key = (run.project.clone(), root.clone());
+        let mut state = self.state.lock();
+        let has_open = |tree: &Tree| tree.nodes.values().any(|node| node.is_open);
+        if state.trees.get(&key).is_some_and(|tree| !has_open(tree))
+            && let Some(tree) = state.trees.remove(&key)
+        {
+            for id in tree.nodes.keys() {
+                state.by_run.remove(id);
+            }
+        }
+    }
+
+    /// Returns the project of a run that a call of an agent started.
+    pub(crate) fn project_of(&self, run_id: &str) -> Option<String> {
+        self.state.lock().by_run.get(run_id).map(|(project, _)| project.clone())
+    }
+
+    /// Returns the budget that a run has used up together with the others that draw from it.
+    pub(crate) fn exhausted(&self, project: &str, root: &str, run_id: &str) -> Option<StopReason> {
+        let state = self.state.lock();
+        if state.trees.is_empty() {
+            return None;
+        }
+        let tree = state.trees.get(&(project.to_owned(), root.to_owned()))?;
+        let is_exhausted = |resource: &Resource| {
+            tree.remaining(run_id, *resource).is_some_and(|(left, _)| left == 0)
+        };
+        Resource::ALL.into_iter().find(is_exhausted).map(Resource::stop_reason)
+    }
+}

@@ -1,0 +1,118 @@
+//! The tree of a run: the agents that it called, those that they called, and their usage.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::start::root_of;
+use crate::domain::access_rules::RuleAction;
+use crate::domain::caller::Caller;
+use crate::domain::fault::Error;
+use crate::domain::run::{Run, RunBudget, RunLineage};
+use crate::runs::Runs;
+
+/// Usage of a run, or of a whole tree.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TreeUsage {
+    /// Number of requests to models.
+    pub steps: u64,
+    /// Number of tool calls.
+    pub calls: u64,
+    /// Number of tokens of all requests and replies.
+    pub tokens: u64,
+}
+
+impl std::ops::AddAssign for TreeUsage {
+    fn add_assign(&mut self, other: Self) {
+        self.steps = self.steps.saturating_add(other.steps);
+        self.calls = self.calls.saturating_add(other.calls);
+        self.tokens = self.tokens.saturating_add(other.tokens);
+    }
+}
+
+/// One run of a tree, with the runs below it.
+#[derive(Debug, Clone)]
+pub struct RunTreeNode {
+    /// The run in its stored state.
+    pub run: Run,
+    /// Usage of the run itself.
+    pub usage: TreeUsage,
+    /// Usage of the run and everything below it.
+    pub total: TreeUsage,
+    /// Parts of its budget that open runs below it have reserved.
+    pub reserved: RunBudget,
+    /// Runs of the agents that it called, in the order of their start.
+    pub children: Vec<RunTreeNode>,
+}
+
+/// The tree below a run.
+#[derive(Debug, Clone)]
+pub struct RunTree {
+    /// First run of the whole tree, which may be above `node`.
+    pub root_run_id: String,
+    /// The requested run.
+    pub node: RunTreeNode,
+    /// Number of runs at and below it.
+    pub run_count: usize,
+    /// Number of those that have not ended.
+    pub open_count: usize,
+}
+
+impl Runs {
+    /// Returns a run with all runs below it that the caller may read.
+    pub async fn run_tree(
+        self: &Arc<Self>,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<RunTree, Error> {
+        let run = self.find_run(caller, run_id).await?;
+        let root_run_id = root_of(&run).to_owned();
+        let catalog = self.registry.catalog();
+        let mut runs = self.read_tree(&caller.project, &root_run_id).await?;
+        runs.retain(|run| catalog.may_access_run(caller, RuleAction::Read, run));
+        let mut by_parent: HashMap<String, Vec<Run>> = HashMap::new();
+        for run in runs {
+            let parent = run.lineage.as_deref().and_then(parent_of);
+            if let Some(parent) = parent {
+                by_parent.entry(parent).or_default().push(run);
+            }
+        }
+        let node = build_node(run, &mut by_parent);
+        let (mut run_count, mut open_count) = (0, 0);
+        let mut rest = vec![&node];
+        while let Some(node) = rest.pop() {
+            run_count += 1;
+            open_count += usize::from(!node.run.status.is_terminal());
+            rest.extend(&node.children);
+        }
+        Ok(RunTree { root_run_id, run_count, open_count, node })
+    }
+}
+
+fn parent_of(lineage: &RunLineage) -> Option<String> {
+    lineage.parent_run_id.clone()
+}
+
+/// Builds the node of a run. The depth of the tree is bounded, so recursion is too.
+fn build_node(run: Run, by_parent: &mut HashMap<String, Vec<Run>>) -> RunTreeNode {
+    let children = by_parent.remove(&run.id).unwrap_or_default();
+    let children: Vec<RunTreeNode> =
+        children.into_iter().map(|child| build_node(child, by_parent)).collect();
+    let now = run.progress.usage_so_far();
+    let usage = TreeUsage { steps: now.steps.into(), calls: now.calls.into(), tokens: now.tokens };
+    let (mut total, mut reserved) = (usage, RunBudget::default());
+    for child in &children {
+        total += child.total;
+        let budget = child.run.lineage.as_ref().map(|lineage| lineage.budget);
+        let budget = budget.filter(|_| !child.run.status.is_terminal()).unwrap_or_default();
+        reserved.calls = add_reserved(reserved.calls, budget.calls);
+        reserved.tokens = add_reserved(reserved.tokens, budget.tokens);
+    }
+    RunTreeNode { run, usage, total, reserved, children }
+}
+
+fn add_reserved(sum: Option<u64>, more: Option<u64>) -> Option<u64> {
+    match (sum, more) {
+        (Some(sum), Some(more)) => Some(sum.saturating_add(more)),
+        (sum, more) => sum.or(more),
+    }
+}

@@ -1,0 +1,140 @@
+//! Boxes: ordered sets of cards that give agents their context. A box never changes; a new box
+//! inherits the cards of others.
+
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use crate::domain::agent::CardBox;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::hex;
+use crate::ports::core::from_store_error;
+use crate::utp::Utp;
+
+/// Maximum number of cards in one box, without those that it inherits.
+const MAX_CARDS: usize = 1_000;
+
+/// Maximum number of boxes that a box inherits, directly and indirectly.
+const MAX_INHERITED_BOXES: usize = 64;
+
+impl Utp {
+    /// Creates a box with these cards, after those of the parent boxes. Every card and every parent
+    /// must exist in the caller's project.
+    pub async fn create_box(
+        &self,
+        caller: &Caller,
+        card_ids: Vec<String>,
+        parent_ids: Vec<String>,
+    ) -> Result<CardBox, Error> {
+        if !caller.may_invoke() && !caller.may_provide() {
+            let message = format!("a key with the role {} cannot create boxes", caller.roles);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        for (field, len, max) in [
+            ("card_ids", card_ids.len(), MAX_CARDS),
+            ("parent_ids", parent_ids.len(), MAX_INHERITED_BOXES),
+        ] {
+            if len > max {
+                let message = format!("{field} has {len} entries, at most {max} are allowed");
+                return Err(invalid(field, message));
+            }
+        }
+        for (n, card_id) in card_ids.iter().enumerate() {
+            self.card(caller, card_id).await.map_err(|error| match error.code() {
+                Code::NotFound => {
+                    let excerpt: String = card_id.chars().take(80).collect();
+                    invalid(&format!("card_ids/{n}"), format!("there is no card \"{excerpt}\""))
+                }
+                _ => error,
+            })?;
+        }
+        for (n, parent_id) in parent_ids.iter().enumerate() {
+            if self.find_box(&caller.project, parent_id).await?.is_none() {
+                let excerpt: String = parent_id.chars().take(80).collect();
+                let message = format!("there is no box \"{excerpt}\"");
+                return Err(invalid(&format!("parent_ids/{n}"), message));
+            }
+        }
+        let created_ms = self.core.wall_ms();
+        let new = CardBox {
+            box_id: self.next_box_id(created_ms),
+            project: caller.project.clone(),
+            card_ids,
+            parent_ids,
+            created_by: caller.agent.clone(),
+            created_ms,
+        };
+        self.core.store.agents().put_box(new.clone()).await.map_err(from_store_error)?;
+        Ok(new)
+    }
+
+    /// Returns a box and the ids of all its cards in order, inherited ones first.
+    pub async fn card_box(
+        &self,
+        caller: &Caller,
+        box_id: &str,
+    ) -> Result<(CardBox, Vec<String>), Error> {
+        let found = self.find_box(&caller.project, box_id).await?;
+        let found = found.ok_or_else(|| box_not_found(box_id))?;
+        let card_ids = self.box_card_ids(&caller.project, box_id).await?;
+        Ok((found, card_ids))
+    }
+
+    pub(crate) async fn find_box(
+        &self,
+        project: &str,
+        box_id: &str,
+    ) -> Result<Option<CardBox>, Error> {
+        self.core.store.agents().card_box(project, box_id).await.map_err(from_store_error)
+    }
+
+    /// Returns the ids of a box's cards in order, those of its parents first, each once.
+    pub(crate) async fn box_card_ids(
+        &self,
+        project: &str,
+        box_id: &str,
+    ) -> Result<Vec<String>, Error> {
+        let (mut rest, mut seen) = (vec![box_id.to_owned()], Vec::new());
+        let mut parts: Vec<Vec<String>> = Vec::new();
+        while let Some(id) = rest.pop() {
+            if seen.contains(&id) || seen.len() > MAX_INHERITED_BOXES {
+                continue;
+            }
+            let found = self.find_box(project, &id).await?;
+            seen.push(id);
+            let Some(found) = found else { continue };
+            rest.extend(found.parent_ids);
+            parts.push(found.card_ids);
+        }
+        let mut card_ids: Vec<String> = Vec::new();
+        for card_id in parts.into_iter().rev().flatten() {
+            if !card_ids.contains(&card_id) {
+                card_ids.push(card_id);
+            }
+        }
+        Ok(card_ids)
+    }
+
+    /// Returns a new UUID.
+    fn next_box_id(&self, now_ms: u64) -> String {
+        let digest = Sha256::digest(self.core.id_generator.next_id("box_", now_ms));
+        let mut bytes = [0_u8; 16];
+        bytes.copy_from_slice(&digest[..16]);
+        // The version and variant bits of a random UUID.
+        (bytes[6], bytes[8]) = (bytes[6] & 0x0f | 0x40, bytes[8] & 0x3f | 0x80);
+        let text = hex(&bytes);
+        [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
+    }
+}
+
+/// Builds the refusal for a box that does not exist.
+pub(crate) fn box_not_found(box_id: &str) -> Error {
+    let excerpt: String = box_id.chars().take(80).collect();
+    let message = format!("there is no box \"{excerpt}\"");
+    Error::not_found(message, "POST /v1/boxes creates a box")
+}
+
+fn invalid(field: &str, message: String) -> Error {
+    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+    fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
+}

@@ -1,0 +1,98 @@
+//! Agents in the configuration.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde_json::Value;
+use toolcrib::domain::agent::AgentDefinition;
+use toolcrib::domain::caller::DEFAULT_PROJECT;
+use toolcrib::registry::parse_agent_definition;
+
+use super::{Config, ConfigError};
+
+/// Schema of an agent, used to check keys. The engine reads the agent.
+#[derive(JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub struct AgentSettings {
+    /// Id of the agent; its tool is `agent.` and the id.
+    agent_id: String,
+    /// The project. Default: `default`.
+    project: Option<String>,
+    /// Instructions, model, tools, limits and result.
+    profile: Option<AgentProfileSettings>,
+    /// `loop` (default) or `worker`.
+    driver: Option<String>,
+    /// Target of its wakeups; required for `worker`.
+    worker_target: Option<String>,
+    /// `cancel` (default) or `detach`.
+    on_parent_end: Option<String>,
+}
+
+/// Schema of an agent's profile.
+#[derive(JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[allow(dead_code, reason = "only its schema is used")]
+struct AgentProfileSettings {
+    /// Description for callers and their models.
+    description: Option<String>,
+    /// System prompt.
+    instructions: Option<String>,
+    /// Name of its model.
+    model: Option<String>,
+    /// Names and patterns of its tools.
+    tools: Option<Vec<String>>,
+    /// Limits of one call.
+    limits: Option<AgentLimitSettings>,
+    /// Names of the result's fields, or objects.
+    result_fields: Option<Vec<Value>>,
+}
+
+/// Schema of an agent's limits.
+#[derive(JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[allow(dead_code, reason = "only its schema is used")]
+struct AgentLimitSettings {
+    /// Maximum number of model responses.
+    steps: Option<u32>,
+    /// Maximum number of tool calls.
+    calls: Option<u32>,
+    /// Maximum number of tokens.
+    tokens: Option<u64>,
+    /// Maximum time in milliseconds.
+    ms: Option<u64>,
+    /// Number of levels of agents below it.
+    depth: Option<u32>,
+}
+
+impl Config {
+    /// Returns the configured agents by project.
+    ///
+    /// # Errors
+    ///
+    /// Refuses agents that cannot be read, and two with one id.
+    pub fn configured_agents(&self) -> Result<BTreeMap<String, Vec<AgentDefinition>>, ConfigError> {
+        let mut by_project: BTreeMap<String, Vec<AgentDefinition>> = BTreeMap::new();
+        for (n, agent) in self.agents.iter().enumerate() {
+            let invalid = |reason: String| ConfigError::invalid(&format!("agents.{n}"), reason);
+            let mut agent = agent.clone();
+            let project = agent.as_object_mut().and_then(|fields| fields.remove("project"));
+            let project = match project {
+                None | Some(Value::Null) => DEFAULT_PROJECT.to_owned(),
+                Some(Value::String(project)) => project,
+                Some(_) => return Err(invalid("project must be a text".to_owned())),
+            };
+            let definition = parse_agent_definition(None, &agent);
+            let definition = definition.map_err(|error| invalid(error.to_string()))?;
+            if let Some((field, problem)) = definition.profile.find_problem() {
+                return Err(invalid(format!("profile/{field} {problem}")));
+            }
+            let agents = by_project.entry(project).or_default();
+            if agents.iter().any(|other| other.agent_id == definition.agent_id) {
+                return Err(invalid(format!("there are two agents \"{}\"", definition.agent_id)));
+            }
+            agents.push(definition);
+        }
+        Ok(by_project)
+    }
+}

@@ -1,0 +1,230 @@
+//! Agents over HTTP, MCP, batches and the command line, with a scripted model behind its wire
+//! format.
+
+mod crash;
+
+use serde_json::{Value, json};
+use toolcrib_bench::model::{
+    RecordedRequest, ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply,
+};
+
+use crate::support::mcp::Mcp;
+use crate::support::process::run_cli;
+use crate::support::{Server, until};
+
+/// Returns the first line of the system prompt, which tells the agents apart.
+fn role(request: &RecordedRequest) -> String {
+    let messages = request.messages();
+    let first = &messages[0];
+    let text = if first["role"] == "system" { first["content"].as_str() } else { None };
+    text.unwrap_or("root").lines().next().unwrap_or_default().to_owned()
+}
+
+fn results(request: &RecordedRequest) -> Vec<String> {
+    let messages = request.messages().iter().filter(|message| message["role"] == "tool");
+    messages.map(|message| message["content"].as_str().unwrap_or_default().to_owned()).collect()
+}
+
+/// A reply that calls these agents.
+fn calling(agents: &[&str]) -> ScriptedBehavior {
+    let reply = agents.iter().enumerate().fold(ScriptedAnswer::text(""), |reply, (n, agent)| {
+        let args = json!({ "instruction": format!("part {n}") }).to_string();
+        reply.with_call(&format!("c{n}"), &format!("agent__{agent}"), args)
+    });
+    ScriptedBehavior::Reply(reply)
+}
+
+/// Every agent answers with its role and its task; the root calls `one` and `two`.
+fn team(request: &RecordedRequest) -> ScriptedBehavior {
+    let (role, results) = (role(request), results(request));
+    match (role.as_str(), results.is_empty()) {
+        ("root", true) => calling(&["one", "two"]),
+        ("root", false) => text_reply(results.join(" | ")),
+        ("typed", _) => text_reply(r#"{"verdict": "yes"}"#),
+        _ => {
+            let task = request.messages()[1]["content"].as_str().unwrap_or_default().to_owned();
+            text_reply(format!("{role} did {task}"))
+        }
+    }
+}
+
+async fn start_with_model(model: &ScriptedModel, agents: Vec<Value>) -> Server {
+    let url = model.url.clone();
+    Server::with(|config| {
+        config.llm.base_url = Some(url);
+        config.llm.model = Some("large-1".into());
+        config.agents = agents;
+    })
+    .await
+}
+
+fn agent(instructions: &str) -> Value {
+    json!({ "profile": { "instructions": instructions }, "driver": "loop" })
+}
+
+#[tokio::test]
+async fn an_agent_is_defined_and_called_over_every_transport() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let server = start_with_model(&model, vec![]).await;
+    let api = server.api();
+    let defined = api.put("/v1/agents/one", agent("one")).await.is(200);
+    assert_eq!((&defined["version"], &defined["tool"]), (&json!(1), &json!("agent.one")));
+    // What a response shows can be sent back.
+    assert_eq!(api.put("/v1/agents/one", defined).await.is(200)["version"], 1);
+
+    let listed = api.get("/v1/tools/agent.one").await.is(200);
+    assert_eq!(listed["source"], "server", "{listed}");
+    let body = json!({ "run_id": "r", "args": { "instruction": "this" }, "wait_ms": 20_000 });
+    let call = api.post("/v1/tools/agent.one/invoke?wait_ms=20000", body).await;
+    let call = call.body;
+    assert_eq!(call["result"]["answer"], "one did this", "{call}");
+
+    let mcp = Mcp::modern(&api);
+    let called = mcp.call("agent.one", json!({ "instruction": "that" })).await.result();
+    assert!(called.to_string().contains("one did that"), "{called}");
+
+    let batch = json!({ "tool_calls": [
+        { "id": "a", "type": "function",
+          "function": { "name": "agent__one", "arguments": "{\"instruction\":\"all\"}" } },
+    ], "wait_ms": 20_000 });
+    let answer = api.post("/v1/tool_calls", batch).await.is(200);
+    assert!(answer.to_string().contains("one did all"), "{answer}");
+}
+
+#[tokio::test]
+async fn a_run_calls_agents_and_shows_its_tree() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let configured = |id: &str| json!({ "agent_id": id, "profile": { "instructions": id } });
+    let server = start_with_model(&model, vec![configured("one"), configured("two")]).await;
+    let api = server.api();
+    let body = json!({ "messages": [{ "role": "user", "content": "go" }], "wait_ms": 30_000 });
+    let run = api.post("/v1/runs", body).await.is(200);
+    let answer = run["answer"].as_str().unwrap();
+    assert!(answer.contains("one did part 0") && answer.contains("two did part 1"), "{run}");
+    let id = run["run_id"].as_str().unwrap();
+    let tree = api.get(&format!("/v1/runs/{id}/tree")).await.is(200);
+    assert_eq!((&tree["run_count"], &tree["open_count"]), (&json!(3), &json!(0)), "{tree}");
+    assert_eq!(tree["children"][0]["agent_id"], "one");
+    assert_eq!(tree["total"]["tokens"], 15 * 4, "{tree}");
+    let (shown, _) = run_cli(&server, &["runs", "tree", id]).await;
+    assert!(shown.contains("one") && shown.contains("two"), "{shown}");
+    api.get("/v1/runs/run_none/tree").await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn yaml_and_the_command_line_define_agents_in_versions() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let server = start_with_model(&model, vec![]).await;
+    let api = server.api();
+    let yaml = "profile:\n  instructions: typed\n  result_fields: [verdict]\ndriver: loop\n";
+    let request = api.request(reqwest::Method::PUT, "/v1/agents/typed");
+    let request = request.header("content-type", "application/yaml").body(yaml);
+    let defined = api.send(request).await.is(200);
+    assert_eq!(defined["profile"]["result_fields"][0]["name"], "verdict");
+    let body = json!({ "run_id": "r", "args": { "instruction": "x" } });
+    let call = api.post("/v1/tools/agent.typed/invoke?wait_ms=20000", body).await.body;
+    assert_eq!(call["result"], json!({ "verdict": "yes" }), "{call}");
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("agents.yaml");
+    let agents = "agents:\n- agent_id: typed\n  profile: {instructions: typed again}\n\
+                  - agent_id: other\n  profile: {instructions: other}\n";
+    std::fs::write(&file, agents).unwrap();
+    let (_, notes) = run_cli(&server, &["agents", "apply", file.to_str().unwrap()]).await;
+    assert!(notes.contains("agent typed is at version 2"), "{notes}");
+    let (list, _) = run_cli(&server, &["agents"]).await;
+    assert!(list.contains("other") && list.contains("typed again"), "{list}");
+    let versions = api.get("/v1/agents/typed/versions").await.is(200);
+    assert_eq!(versions["versions"][1]["version"], 1);
+    run_cli(&server, &["agents", "rm", "other"]).await;
+    api.get("/v1/agents/other").await.refused(404, "NOT_FOUND");
+    api.get("/v1/tools/agent.other").await.refused(404, "TOOL_NOT_FOUND");
+    for (body, field) in [
+        (json!({ "driver": "loop", "profile": { "modle": "x" } }), "modle"),
+        (json!({ "driver": "worker" }), "worker_target"),
+    ] {
+        let error = api.put("/v1/agents/bad", body).await.refused(422, "VALIDATION_ERROR");
+        assert!(error.to_string().contains(field), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn agents_are_called_under_rules_and_approvals() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let server = start_with_model(&model, vec![]).await;
+    server.operator().put("/v1/agents/one", agent("one")).await.is(200);
+    let ada = server.keyed("default", "ada", "agent", &["calculation.*"]).await;
+    let body = json!({ "run_id": "r", "args": { "instruction": "x" } });
+    ada.post("/v1/tools/agent.one/invoke", body.clone()).await.refused(403, "PERMISSION_DENIED");
+    let rule = json!({ "verdict": "ask", "agents": ["bob"], "tools": ["agent.*"] });
+    server.operator().put("/v1/rules/ask-agents", rule).await.is(200);
+    let bob = server.keyed("default", "bob", "agent", &["agent.*"]).await;
+    let ticket = bob.invoke("agent.one", json!({ "instruction": "x" })).await;
+    let held = bob.until_status(&ticket, "PENDING").await;
+    assert_eq!(held["hold"], "approval", "{held}");
+    assert_eq!(model.requests().len(), 0, "nothing runs before the approval");
+    let approval = held["approval_id"].as_str().unwrap();
+    let decision = json!({ "decisions": [{ "approval_id": approval, "decision": "approve" }] });
+    let decided = server.operator().post("/v1/approvals/decide", decision).await;
+    assert_eq!(decided.status, 200, "{}", decided.body);
+    let call = bob.finished(&ticket).await;
+    assert_eq!(call["result"]["answer"], "one did x", "{call}");
+}
+
+#[tokio::test]
+async fn a_box_is_created_read_and_given_to_an_agent() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let server = start_with_model(&model, vec![]).await;
+    let api = server.api();
+    api.put("/v1/agents/one", agent("one")).await.is(200);
+    let card = json!({ "card_id": "c1", "type": "agent.thought", "author_id": "me",
+        "content": { "__type__": "TextContent", "text": "the answer is 7" }, "metadata": {} });
+    api.post("/v1/cards", card).await.is(201);
+    let made = api.post("/v1/boxes", json!({ "card_ids": ["c1"] })).await.is(201);
+    let id = made["box_id"].as_str().unwrap();
+    let shown = api.get(&format!("/v1/boxes/{id}")).await.is(200);
+    assert_eq!(shown["card_ids"], json!(["c1"]));
+    api.post("/v1/boxes", json!({ "card_ids": ["none"] })).await.refused(422, "VALIDATION_ERROR");
+    api.get("/v1/boxes/none").await.refused(404, "NOT_FOUND");
+    let other = server.operator().project("elsewhere");
+    other.get(&format!("/v1/boxes/{id}")).await.refused(404, "NOT_FOUND");
+    let args = json!({ "instruction": "look", "context_box_id": id });
+    let ticket = api.invoke("agent.one", args).await;
+    let call = api.finished(&ticket).await;
+    assert!(call["result"]["answer"].as_str().unwrap().contains("the answer is 7"), "{call}");
+}
+
+#[tokio::test]
+async fn a_canceled_run_cancels_its_whole_tree() {
+    let model = ScriptedModel::start_with_script(|request| {
+        match (role(request).as_str(), results(request).is_empty()) {
+            ("root", true) => calling(&["one", "two"]),
+            ("one", true) => calling(&["three"]),
+            _ => ScriptedBehavior::Stall(ScriptedAnswer::text("never"), 0),
+        }
+    })
+    .await
+    .unwrap();
+    let server = start_with_model(&model, vec![]).await;
+    let api = server.api();
+    for id in ["one", "two", "three"] {
+        api.put(&format!("/v1/agents/{id}"), agent(id)).await.is(200);
+    }
+    let body = json!({ "messages": [{ "role": "user", "content": "go" }] });
+    let run = api.post("/v1/runs", body).await.is(202);
+    let path = format!("/v1/runs/{}/tree", run["run_id"].as_str().unwrap());
+    until("all agents work", || async {
+        let tree = api.get(&path).await.is(200);
+        (tree["run_count"] == 4).then_some(())
+    })
+    .await;
+    let cancel = format!("/v1/runs/{}/cancel", run["run_id"].as_str().unwrap());
+    let began = std::time::Instant::now();
+    api.post(&cancel, json!({})).await.is(200);
+    until("all agents stopped", || async {
+        let tree = api.get(&path).await.is(200);
+        (tree["open_count"] == 0).then_some(())
+    })
+    .await;
+    assert!(began.elapsed() < std::time::Duration::from_secs(1), "{:?}", began.elapsed());
+}
