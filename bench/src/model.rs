@@ -1,5 +1,6 @@
 //! A language model that follows a script, over the real wire protocols: OpenAI's chat completions
-//! and Anthropic's messages, streaming or not. Used by tests and to measure the agent loop.
+//! and responses, and Anthropic's messages, streaming or not. Used by tests and to measure the
+//! agent loop.
 //!
 //! It can also misbehave like real endpoints: refuse with `Retry-After`, cut the connection in the
 //! middle of a call's arguments, stall, or stream without end.
@@ -160,6 +161,7 @@ impl ScriptedModel {
         let router = Router::new()
             .route("/v1/chat/completions", post(handle_request))
             .route("/v1/messages", post(handle_request))
+            .route("/v1/responses", post(handle_request))
             .layer(DefaultBodyLimit::disable())
             .with_state(model.clone());
         tokio::spawn(async move {

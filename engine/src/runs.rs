@@ -23,16 +23,20 @@ use agents::budget::RunTrees;
 
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
+use crate::domain::run::tool_mode::ToolModeSettings;
 use crate::ports::core::Core;
 use crate::ports::model::ModelResolver;
 pub use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::registry::Registry;
+use crate::runs::context::ResultListener;
 use crate::utp::Utp;
 
 pub use active::StartedRun;
 pub use agents::{RunTree, RunTreeNode, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
-pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
+pub use conversations::{
+    ActiveConversation, ConversationCheckpoint, Conversations, SavedConversation,
+};
 pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};
@@ -50,6 +54,10 @@ pub struct Runs {
     /// Name of the model that summarizes long results.
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
+    /// Settings of the tool definitions that models receive.
+    pub(crate) tool_modes: ToolModeSettings,
+    /// Listeners for the results of every run.
+    pub(crate) result_listeners: Vec<ResultListener>,
     pub(crate) active_runs: Arc<ActiveRuns>,
     pub(crate) streams: RunStreams,
     pub(crate) run_trees: RunTrees,

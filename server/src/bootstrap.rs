@@ -126,6 +126,7 @@ pub async fn start_server(config: &Config) -> anyhow::Result<ServerRuntime> {
         .webhook_sender(Arc::new(webhook_sender), settings::webhook_delivery(&config.webhooks))
         .models(Arc::new(ModelRegistry::new(&config.llm)))
         .model_request_policy(config.llm.request_policy())
+        .tool_modes(config.llm.tool_modes())
         .tools(builtin_tools(config)?);
     if config.builtin.enabled {
         builder = builder.with_result_read_tool().with_run_finish_tool();

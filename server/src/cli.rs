@@ -111,8 +111,8 @@ Examples:
     Approvals(calls::approvals::ApprovalsArgs),
     /// Send a question to a model and show its tool calls
     Run(run::RunArgs),
-    /// Show runs
-    Runs(run::tree::RunsArgs),
+    /// List, show, follow and cancel runs, and show the agents that a run called
+    Runs(run::manage::RunsArgs),
     /// Show calls as they happen
     Watch(watch::WatchArgs),
     /// Run as an MCP server on standard input and output, or manage upstream MCP servers
@@ -434,7 +434,7 @@ async fn dispatch(context: &CommandContext, command: CliCommand) -> Result<(), C
         CliCommand::Calls(args) => calls::run(context, args).await,
         CliCommand::Approvals(args) => calls::approvals::run(context, args).await,
         CliCommand::Run(args) => run::run(context, args).await,
-        CliCommand::Runs(args) => run::tree::run(context, args).await,
+        CliCommand::Runs(args) => run::manage::run(context, args).await,
         CliCommand::Watch(args) => watch::run(context, args).await,
         CliCommand::Mcp(args) => mcp::run(context, args).await,
         CliCommand::Utp(args) => utp::run(context, args).await,

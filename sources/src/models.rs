@@ -11,6 +11,7 @@ mod endpoint_client;
 mod key_redaction;
 mod metered;
 mod openai;
+mod responses;
 pub mod settings;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ pub use crate::models::endpoint_client::{ApiKeySource, ModelEndpoint, ModelRespo
 pub use anthropic::AnthropicModel;
 pub use demo::DemoModel;
 pub use openai::OpenAiModel;
+pub use responses::ResponsesModel;
 
 /// The name of the scripted model.
 pub(crate) const DEMO: &str = "demo";
@@ -33,6 +35,7 @@ pub(crate) const DEMO: &str = "demo";
 pub enum ModelApi {
     OpenAi,
     Anthropic,
+    Responses,
 }
 
 impl ModelApi {
@@ -41,13 +44,14 @@ impl ModelApi {
         match self {
             Self::OpenAi => "openai",
             Self::Anthropic => "anthropic",
+            Self::Responses => "responses",
         }
     }
 
     /// Returns the base URL of the vendor's own endpoint.
     pub(crate) fn default_base_url(self) -> &'static str {
         match self {
-            Self::OpenAi => "https://api.openai.com/v1",
+            Self::OpenAi | Self::Responses => "https://api.openai.com/v1",
             Self::Anthropic => "https://api.anthropic.com/v1",
         }
     }
@@ -124,6 +128,7 @@ fn build_model(endpoint: ModelEndpoint) -> Arc<dyn Model> {
     match endpoint.kind {
         ModelApi::OpenAi => Arc::new(OpenAiModel::new(endpoint)),
         ModelApi::Anthropic => Arc::new(AnthropicModel::new(endpoint)),
+        ModelApi::Responses => Arc::new(ResponsesModel::new(endpoint)),
     }
 }
 

@@ -4,6 +4,10 @@ use serde_json::{Value, json};
 
 use super::{RecordedRequest, ScriptedAnswer};
 
+fn is_responses(request: &RecordedRequest) -> bool {
+    request.path.ends_with("/responses")
+}
+
 fn is_anthropic(request: &RecordedRequest) -> bool {
     request.path.ends_with("/messages")
 }
@@ -12,6 +16,9 @@ fn is_anthropic(request: &RecordedRequest) -> bool {
 pub(super) fn complete_document(request: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
     if is_anthropic(request) {
         return anthropic_message(request, answer);
+    }
+    if is_responses(request) {
+        return response_document(request, answer);
     }
     let calls: Vec<Value> = answer.calls.iter().map(tool_call_json).collect();
     let content = (!answer.text.is_empty()).then_some(&answer.text);
@@ -32,6 +39,9 @@ pub(super) fn complete_document(request: &RecordedRequest, answer: &ScriptedAnsw
 pub(super) fn events(request: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
     if is_anthropic(request) {
         return anthropic_events(request, answer);
+    }
+    if is_responses(request) {
+        return response_events(request, answer);
     }
     let chunk = |choices: Value, usage: Value| {
         let chunk = json!({
@@ -152,5 +162,76 @@ fn anthropic_events(request: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<S
         "delta": { "stop_reason": stop_reason(answer), "stop_sequence": null },
         "usage": { "output_tokens": answer.usage.1 } })));
     events.push(event(json!({ "type": "message_stop" })));
+    events
+}
+
+/// Returns the output items of a response. A call of the tool search has an item type of its own.
+fn response_items(request: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<Value> {
+    let mut items = Vec::new();
+    if !answer.text.is_empty() {
+        items.push(json!({ "type": "message", "id": "msg_0", "role": "assistant",
+            "status": "completed", "content": [{ "type": "output_text", "text": answer.text,
+                "annotations": [] }] }));
+    }
+    let tools = request.body["tools"].as_array().map_or(&[][..], Vec::as_slice);
+    let has_search = tools.iter().any(|tool| tool["type"] == "tool_search");
+    for (id, name, arguments) in &answer.calls {
+        items.push(match has_search && name == "tools__search" {
+            true => {
+                let arguments: Value = serde_json::from_str(arguments).unwrap_or_default();
+                json!({ "type": "tool_search_call", "id": format!("tsc_{id}"), "call_id": id,
+                    "execution": "client", "status": "completed", "arguments": arguments })
+            }
+            false => json!({ "type": "function_call", "id": format!("fc_{id}"), "call_id": id,
+                "name": name, "arguments": arguments, "status": "completed" }),
+        });
+    }
+    items
+}
+
+fn response_document(request: &RecordedRequest, answer: &ScriptedAnswer) -> Value {
+    let (input, output) = answer.usage;
+    let incomplete = answer.finish.map(|_| json!({ "reason": "max_output_tokens" }));
+    json!({ "id": "resp_scripted", "object": "response", "model": request.body["model"],
+        "status": if incomplete.is_some() { "incomplete" } else { "completed" },
+        "error": null, "incomplete_details": incomplete, "output": response_items(request, answer),
+        "usage": { "input_tokens": input, "output_tokens": output,
+            "total_tokens": input + output } })
+}
+
+fn response_events(request: &RecordedRequest, answer: &ScriptedAnswer) -> Vec<String> {
+    let event = |kind: &str, mut body: Value| {
+        body["type"] = kind.into();
+        format!("event: {kind}\ndata: {body}\n\n")
+    };
+    let document = response_document(request, answer);
+    let mut events = vec![event("response.created", json!({ "response": { "id": "resp" } }))];
+    for (n, item) in response_items(request, answer).into_iter().enumerate() {
+        let mut begun = item.clone();
+        for field in ["arguments", "content"] {
+            if begun[field].is_string() {
+                begun[field] = "".into();
+            }
+        }
+        let added = json!({ "output_index": n, "item": begun });
+        events.push(event("response.output_item.added", added));
+        let (kind, text) = match item["type"].as_str() {
+            Some("message") => ("response.output_text.delta", answer.text.as_str()),
+            Some("function_call") => (
+                "response.function_call_arguments.delta",
+                item["arguments"].as_str().unwrap_or_default(),
+            ),
+            _ => ("", ""),
+        };
+        for part in split_text(text, answer.chunk_chars) {
+            events.push(event(kind, json!({ "output_index": n, "delta": part })));
+        }
+        events.push(event("response.output_item.done", json!({ "output_index": n, "item": item })));
+    }
+    let kind = match answer.finish {
+        Some(_) => "response.incomplete",
+        None => "response.completed",
+    };
+    events.push(event(kind, json!({ "response": document })));
     events
 }

@@ -7,6 +7,7 @@ pub mod handoff;
 pub mod model_reply;
 pub mod options;
 pub mod progress;
+pub mod tool_mode;
 use std::str::FromStr;
 use std::sync::Arc;
 

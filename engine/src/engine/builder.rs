@@ -18,6 +18,7 @@ use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::run::options::ModelRequestPolicy;
+use crate::domain::run::tool_mode::ToolModeSettings;
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
 use crate::maintenance;
 use crate::ports::bus::{Bus, LocalBus};
@@ -33,6 +34,7 @@ use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::{Admin, OperatorCredential, Projects, Registry, Upstreams};
 use crate::runs::agents::AgentSource;
+use crate::runs::context::{ListenerResult, ResultListener, ToolCall, ToolResult};
 use crate::runs::finish::run_finish_tool;
 use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
@@ -67,6 +69,8 @@ pub struct EngineBuilder {
     models: Option<Arc<dyn ModelResolver>>,
     summary_model: Option<String>,
     model_request_policy: ModelRequestPolicy,
+    tool_modes: ToolModeSettings,
+    result_listeners: Vec<ResultListener>,
 }
 
 impl EngineBuilder {
@@ -150,6 +154,22 @@ impl EngineBuilder {
     /// Sets the default policy for model requests and their retries.
     pub fn model_request_policy(mut self, policy: ModelRequestPolicy) -> Self {
         self.model_request_policy = policy;
+        self
+    }
+
+    /// Sets which tool definitions models receive.
+    pub fn tool_modes(mut self, settings: ToolModeSettings) -> Self {
+        self.tool_modes = settings;
+        self
+    }
+
+    /// Adds a listener that receives the result of every tool call of the agent loops, also if it
+    /// arrives late. If a listener fails or panics, the error is logged and the others still run.
+    pub fn on_tool_call<F>(mut self, listener: F) -> Self
+    where
+        F: Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync + 'static,
+    {
+        self.result_listeners.push(Arc::new(listener));
         self
     }
 
@@ -267,6 +287,8 @@ impl EngineBuilder {
             models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
+            tool_modes: self.tool_modes,
+            result_listeners: self.result_listeners,
             active_runs: streams.active_runs.clone(),
             streams,
             run_trees: Default::default(),

@@ -1,6 +1,7 @@
 //! Describes tools in the formats of model APIs, ready for a request. Schemas are written with the
 //! keywords that common clients can parse.
 
+use std::borrow::Cow;
 use std::str::FromStr;
 
 use serde::Serialize;
@@ -102,9 +103,16 @@ struct ToolAnnotations {
 }
 
 /// Describes a tool in a format, under a given name.
+///
+/// In the formats of model APIs, the description of an asynchronous tool says so. MCP has a field
+/// of its own for that.
 pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> Json {
-    let (description, parameters) =
-        (tool.description.as_str(), with_object_type(&to_portable_schema(&tool.input_schema)));
+    let parameters = with_object_type(&to_portable_schema(&tool.input_schema));
+    let description = match format {
+        ToolFormat::Mcp => Cow::Borrowed(tool.description.as_str()),
+        _ => describe_for_model(tool),
+    };
+    let description = &*description;
     match format {
         ToolFormat::OpenAi => {
             let function = FunctionDefinition { name, description, parameters };
@@ -129,6 +137,17 @@ pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> J
                 idempotent_hint: tool.effect != Effect::Irreversible,
             },
         }),
+    }
+}
+
+/// Marks a tool that runs in the background, at the end of its description.
+const ASYNC_MARK: &str = "(async: accepted at once, the result comes later)";
+
+fn describe_for_model(tool: &ToolDefinition) -> Cow<'_, str> {
+    match (tool.background, tool.description.trim_end()) {
+        (false, _) => Cow::Borrowed(tool.description.as_str()),
+        (true, "") => Cow::Borrowed(ASYNC_MARK),
+        (true, description) => Cow::Owned(format!("{description} {ASYNC_MARK}")),
     }
 }
 

@@ -25,10 +25,51 @@ pub struct ModelRequest {
     /// The tools that the model may call, in the chat format (`{type: "function", function: {…}}`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tools: Vec<Value>,
+    /// The tools among them that a tool search found. They are at the end of `tools`, so that the
+    /// rest of the request stays the same. An API with deferred tools takes them from the result
+    /// of the search, and its prompt cache holds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub found_tools: Vec<FoundTool>,
+    /// Name of the tool search among the tools, if the request has one. An API with a tool search
+    /// of its own takes that one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_search: Option<String>,
+    /// Guidance for the system prompt: the same in every request of a conversation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guidance: Option<String>,
+    /// State of the pending calls: the last text of the request, because it differs each time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending_state: Option<String>,
     /// Other fields that are passed through to the request: `temperature`, `max_tokens`,
     /// `tool_choice`, ….
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub settings: Map<String, Value>,
+}
+
+impl ModelRequest {
+    /// Returns the messages with the guidance after the leading system messages, and the state of
+    /// the pending calls at the end, both as system messages.
+    pub fn chat_messages(&self) -> Vec<Value> {
+        let system = |text: &String| serde_json::json!({ "role": "system", "content": text });
+        let mut messages = self.messages.clone();
+        if let Some(guidance) = &self.guidance {
+            let is_system =
+                |message: &Value| matches!(message["role"].as_str(), Some("system" | "developer"));
+            let leading = messages.iter().take_while(|message| is_system(message)).count();
+            messages.insert(leading, system(guidance));
+        }
+        messages.extend(self.pending_state.as_ref().map(system));
+        messages
+    }
+}
+
+/// A tool that a tool search of the model found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FoundTool {
+    /// Model-facing name of the tool.
+    pub name: String,
+    /// The model's id of the call that searched for it.
+    pub call_id: String,
 }
 
 /// One streamed part of a reply. Deltas are only for display: the loop acts on the complete

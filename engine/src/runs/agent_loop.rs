@@ -5,7 +5,8 @@
 //! [`Calls::run_batch`]. [`Runs::run_agent_step`] runs one step, [`Runs::run_agent_loop`] as
 //! many as needed; neither requires a server or a stored run. `limits` holds the decisions (limits,
 //! repeated calls, messages to the model) and is pure; `request` sends the request with its
-//! retries, `execute` runs the calls, and `tool_selection` selects the tools that the model sees.
+//! retries, `execute` runs the calls, `tool_selection` selects the tools that the model sees, and
+//! `tool_search` finds the others. `driver::run_state` keeps the run's context.
 
 #[cfg(doc)]
 use crate::calls::Calls;
@@ -20,6 +21,7 @@ mod limits;
 mod request;
 mod resume;
 mod summary;
+mod tool_search;
 mod tool_selection;
 
 use serde_json::Value;
@@ -39,7 +41,7 @@ pub use driver::AgentLoop;
 pub(crate) use driver::RecordedCallAnswer;
 pub use limits::check_messages;
 pub(crate) use limits::{call_fingerprint, replace_late_call_id, stop_reason_of};
-pub use tool_selection::check_tool_patterns;
+pub use tool_selection::{check_pinned_tools, check_tool_patterns};
 
 impl From<Concurrency> for BatchMode {
     fn from(side: Concurrency) -> Self {
@@ -118,6 +120,15 @@ pub enum LoopEvent<'a> {
         settled: &'a BatchEntryResult,
         /// Message that answers the call in the conversation.
         message: &'a Value,
+    },
+    /// The model searched for tools, which the next request offers.
+    ToolsFound {
+        /// Number of the step, from 1.
+        step: u32,
+        /// The call that searched.
+        call: &'a ToolCallRequest,
+        /// Model-facing names of the tools that were found.
+        tools: &'a [String],
     },
     /// A late result was added to the conversation.
     LateResult {

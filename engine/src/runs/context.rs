@@ -28,12 +28,15 @@
 
 mod listeners;
 mod messages;
+mod pending;
 mod prompt;
 mod serialization;
+mod text;
 
 #[cfg(test)]
 mod tests;
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use listeners::ResultListeners;
 use serde::{Deserialize, Serialize};
@@ -43,10 +46,12 @@ use crate::domain::fault::Fault;
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::tool::ToolDefinition;
+pub(crate) use listeners::ResultListener;
 pub use listeners::{ListenerError, ListenerResult};
 pub use messages::ContextMessages;
 pub use prompt::{ContextPrompt, DEFAULT_BUDGET_TOKENS, OmittedCounts};
 pub(crate) use serialization::definitions;
+pub(crate) use text::{first_line, truncate_to_tokens};
 
 /// One tool call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -66,6 +71,9 @@ pub struct ToolCall {
     /// Current status of the call.
     #[serde(with = "serialization::status")]
     pub status: Status,
+    /// True if the call waits for the approval of a person.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub awaits_approval: bool,
     /// Creation time, in Unix milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_ms: Option<u64>,
@@ -88,6 +96,7 @@ impl ToolCall {
             args,
             background: false,
             status: Status::Running,
+            awaits_approval: false,
             created_ms: None,
             number: 0,
             step: 0,
@@ -114,6 +123,7 @@ impl From<&Call> for ToolCall {
             args: call.args.clone(),
             background: call.origin.background,
             status: call.status,
+            awaits_approval: call.pending_approval().is_some(),
             created_ms: Some(call.created_ms),
             number: 0,
             step: 0,
@@ -261,6 +271,7 @@ impl ToolCallContext {
             if let Some(existing) = self.tool_calls.iter_mut().find(is_same) {
                 if !existing.status.is_terminal() {
                     existing.status = call.status;
+                    existing.awaits_approval = call.awaits_approval;
                 }
                 continue;
             }
@@ -343,6 +354,36 @@ impl ToolCallContext {
     where
         F: Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync + 'static,
     {
+        self.listeners.add(Arc::new(listener));
+    }
+
+    /// Adds a shared listener after those that were added before.
+    pub(crate) fn add_listener(&mut self, listener: ResultListener) {
         self.listeners.add(listener);
+    }
+
+    /// Drops the oldest calls that have a result until at most `max_calls` calls are left, and
+    /// their results together have at most `max_bytes`. Calls without a result stay.
+    pub(crate) fn trim(&mut self, max_calls: usize, max_bytes: usize) {
+        let size = |result: &ToolResult| match &result.outcome {
+            Ok(data) => data.text().len(),
+            Err(fault) => fault.message.len(),
+        };
+        let mut bytes: usize = self.tool_results.iter().map(size).sum();
+        let mut excess = self.tool_calls.len().saturating_sub(max_calls);
+        let mut dropped = HashSet::new();
+        for result in &self.tool_results {
+            if excess == 0 && bytes <= max_bytes {
+                break;
+            }
+            bytes -= size(result);
+            excess = excess.saturating_sub(1);
+            dropped.insert(result.number);
+        }
+        if !dropped.is_empty() {
+            self.truncated = true;
+            self.tool_calls.retain(|call| !dropped.contains(&call.number));
+            self.tool_results.retain(|result| !dropped.contains(&result.number));
+        }
     }
 }

@@ -173,7 +173,8 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         chosen.model.as_ref(),
         &options,
         &event_sink,
-    )?;
+    )?
+    .for_stored_run();
     let conversation = Conversation { messages, progress: run.progress };
     let journaled_count = conversation.messages.len();
     let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
@@ -216,6 +217,10 @@ fn record_loop_event(
         LoopEvent::CallAnswered { settled, .. } => {
             uncommitted.lock().calls.push(settled_call_json(settled))
         }
+        LoopEvent::ToolsFound { call, tools, .. } => uncommitted.lock().calls.push(json!({
+            "call_id": call.id, "tool_call_id": null, "name": call.name, "status": "SUCCEEDED",
+            "ok": true, "digested": false, "error": null, "tools": tools,
+        })),
         LoopEvent::LateResult { call, after_execution, .. } => {
             uncommitted.lock().late_results.push(json!({
                 "call_id": call.call_id, "tool_call_id": call.tool_call_id, "name": call.name,
@@ -478,7 +483,7 @@ impl RunTransition {
                 run.options.active_agent = Some(Box::new(agent));
                 JournalRecord::new(JournalKind::HandedOff, now_ms, data)
             }
-            Self::Answered(answer, card_id) => {
+            Self::Answered(mut answer, card_id) => {
                 run.ended_ms = Some(now_ms);
                 run.deliverable_card_id = Some(card_id.clone());
                 let terminated_by = answer.terminated_by.clone();
@@ -489,7 +494,18 @@ impl RunTransition {
                         "terminated_by": terminated_by });
                     return JournalRecord::new(JournalKind::Failed, now_ms, data);
                 }
-                run.status = RunStatus::Succeeded;
+                let failure = run.progress.describe_total_failure();
+                let failure = failure.filter(|_| terminated_by.is_none());
+                (run.status, run.error) = match &failure {
+                    None => (RunStatus::Succeeded, None),
+                    Some(message) => {
+                        let fault = Fault::new(Code::RuntimeError, message.clone());
+                        (RunStatus::Failed, Some(RunError::from(&fault.retryable(true))))
+                    }
+                };
+                if let Some(message) = &failure {
+                    answer.append_note(message, &run.options.settings);
+                }
                 let mut data = json!({
                     "answer": answer.text, "limit": answer.stop_reason, "stopped": answer.finish_reason,
                     "usage": run.progress.usage, "steps": run.progress.steps,
@@ -499,6 +515,10 @@ impl RunTransition {
                     data["terminated_by"] = json!(terminated_by);
                 }
                 run.answer = Some(answer);
+                if let Some(error) = &run.error {
+                    data["error"] = json!(error);
+                    return JournalRecord::new(JournalKind::Failed, now_ms, data);
+                }
                 JournalRecord::new(JournalKind::Finished, now_ms, data)
             }
         }

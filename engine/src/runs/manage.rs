@@ -19,6 +19,7 @@ use crate::domain::id::hex;
 use crate::domain::json::canonicalize;
 use crate::domain::run::options::{ExecutionOptions, ModelRequestPolicy, RunLimits, RunOptions};
 use crate::domain::run::progress::RunProgress;
+use crate::domain::run::tool_mode::ToolMode;
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunOwner, RunStatus};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
@@ -27,6 +28,9 @@ use crate::ports::store::runs::RunFilter;
 use crate::runs::active::{RunGuard, StartedRun};
 use crate::runs::rejoin::{join_earlier_run, undelivered_request};
 use crate::runs::{Runs, agent_loop, agents};
+
+/// Message with which a run is resumed that ended with an answer because all its calls failed.
+const RETRY_MESSAGE: &str = "Try again: the tools that failed may work now.";
 
 /// A request to start a run.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -37,6 +41,13 @@ pub struct RunRequest {
     pub messages: Vec<Value>,
     /// Names and patterns of the tools it may use; `None` means all that the caller may call.
     pub tools: Option<Vec<String>>,
+    /// Selects the tool definitions that the model receives; `None` means the agent's setting.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_mode: Option<ToolMode>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned`; `None` means the agent's setting.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pinned_tools: Option<Vec<String>>,
     /// Additional fields of each request to the model.
     pub settings: Map<String, Value>,
     /// Limits on steps, calls, tokens and time.
@@ -119,6 +130,8 @@ impl Runs {
             run_id: id.clone(),
             idempotency_prefix: Some(id.clone()),
             tools: new.tools,
+            tool_mode: new.tool_mode,
+            pinned_tools: new.pinned_tools,
             settings: new.settings,
             limits: new.limits,
             model_request_policy: new
@@ -176,6 +189,17 @@ impl Runs {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Checks that this caller may set the tools of a run: they decide what its model is offered.
+    /// Refused if Toolcrib drives the run for another agent.
+    pub(crate) async fn check_may_set_tools(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<(), Error> {
+        let found = self.core.store.runs().run(&caller.project, run_id).await;
+        found.map_err(from_store_error)?.map_or(Ok(()), |run| require_run_owner(caller, &run))
     }
 
     /// Returns a page of the project's runs that the caller may read, newest first. A page may be
@@ -305,7 +329,11 @@ impl Runs {
         }
         let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
         let resumed = self.clone().commit_run(active_run, state, move |run, now_ms| {
+            let has_answer = run.answer.is_some();
             reopen_run(run);
+            if has_answer {
+                run.queued_messages.push(json!({ "role": "user", "content": RETRY_MESSAGE }));
+            }
             vec![JournalRecord::new(JournalKind::Resumed, now_ms, json!({}))]
         });
         self.dispatcher.detach_on_drop(resumed).await
@@ -411,6 +439,7 @@ impl Runs {
                 return Err(invalid(field, "must be 1 to 255 bytes"));
             }
         }
+        agent_loop::check_pinned_tools(new.tool_mode, new.pinned_tools.as_deref())?;
         agent_loop::check_tool_patterns(self, caller, new.tools.as_deref().unwrap_or_default())
     }
 }

@@ -107,7 +107,8 @@ impl Runs {
             chosen.model.as_ref(),
             &options,
             event_sink,
-        )?;
+        )?
+        .for_replay();
         // Where the recorded run waited for late results, its reply may have been empty.
         agent_loop.allows_empty_reply = true;
         // `index` is the position in the recording. `beyond` is true while the model continues past

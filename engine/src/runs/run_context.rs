@@ -1,25 +1,30 @@
 //! The context of a run: its tools, its calls and their results.
 //!
 //! The context is built from the store: the newest calls of the run, and every open call regardless
-//! of its age. The selection of tools is set per run and affects only what the model sees; access
-//! rules decide what may be called.
+//! of its age. The selection of tools is set per run and decides what its model is offered, in the
+//! agent loop too; access rules decide what may be called.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::calls::request::check_label;
-use crate::domain::access_rules::AccessDecision;
+use crate::domain::access_rules::{self, AccessDecision, RuleAction};
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
+use crate::domain::run::Run;
 use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, RunToolDefinitions};
-use crate::registry::catalog::{check_definition, compile_definitions};
+use crate::registry::catalog::{
+    CatalogEntry, RESULT_READ, RUN_FINISH, check_definition, compile_definitions,
+};
+use crate::registry::model_tool_names;
 use crate::runs::Runs;
 use crate::runs::context::{
     ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
@@ -152,50 +157,96 @@ impl Runs {
         mut tools: RunToolSelection,
     ) -> Result<Vec<ToolDefinition>, Error> {
         check_label("run_id", run_id)?;
+        self.check_may_set_tools(caller, run_id).await?;
         self.check_run_tools(caller, &mut tools).await?;
-        let text =
-            Json::from_serialize(&tools).map_err(|error| Error::Internal(Box::new(error)))?;
+        self.store_tool_selection(&caller.project, run_id, &tools).await?;
+        self.run_tools(caller, run_id).await
+    }
+
+    /// Stores the tools of a run.
+    pub(crate) async fn store_tool_selection(
+        &self,
+        project: &str,
+        run_id: &str,
+        tools: &RunToolSelection,
+    ) -> Result<(), Error> {
+        let text = Json::from_serialize(tools).map_err(|error| Error::Internal(Box::new(error)))?;
         let run = RunToolDefinitions {
-            project: caller.project.clone(),
+            project: project.to_owned(),
             run_id: run_id.to_owned(),
             tool_definitions: text,
             updated_ms: self.core.wall_ms(),
         };
-        self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)?;
-        Ok(self.resolve_run_tools(caller, tools))
+        self.core.store.put_run_tool_definitions(run).await.map_err(from_store_error)
     }
 
-    /// Returns the tools that a run presents to its model, sorted by name.
+    /// Returns the selection that was set for a run, if one was.
+    pub(crate) async fn find_tool_selection(
+        &self,
+        project: &str,
+        run_id: &str,
+    ) -> Result<Option<RunToolSelection>, Error> {
+        let stored = self.core.store.run_tool_definitions(project, run_id).await;
+        let Some(stored) = stored.map_err(from_store_error)? else { return Ok(None) };
+        let read = serde_json::from_str(stored.tool_definitions.text());
+        read.map(Some).map_err(|error| Error::Internal(Box::new(error)))
+    }
+
+    /// Returns the tools that a run presents to its model, sorted by name. For a run that Toolcrib
+    /// drives these are the tools of its agent, within the patterns that the run was started with.
     pub(crate) async fn run_tools(
         &self,
         caller: &Caller,
         run_id: &str,
     ) -> Result<Vec<ToolDefinition>, Error> {
-        let stored = self
-            .core
-            .store
-            .run_tool_definitions(&caller.project, run_id)
-            .await
-            .map_err(from_store_error)?;
-        let set = match stored {
-            None => RunToolSelection::default(),
-            Some(run) => serde_json::from_str(run.tool_definitions.text())
-                .map_err(|error| Error::Internal(Box::new(error)))?,
+        let set = self.find_tool_selection(&caller.project, run_id).await?.unwrap_or_default();
+        let run = self.core.store.runs().run(&caller.project, run_id).await;
+        let catalog = self.registry.catalog();
+        let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
+        let entries = match run.map_err(from_store_error)?.filter(is_readable) {
+            Some(run) => {
+                let names = set.toolcrib_tools.as_deref().or(run.options.tools.as_deref());
+                self.select_model_tools(&run.caller(), names)
+            }
+            None => {
+                let mut entries = self.registry.tools(caller);
+                if let Some(names) = &set.toolcrib_tools {
+                    entries.retain(|entry| names.contains(&entry.definition.name));
+                }
+                entries
+            }
         };
-        Ok(self.resolve_run_tools(caller, set))
-    }
-
-    fn resolve_run_tools(&self, caller: &Caller, set: RunToolSelection) -> Vec<ToolDefinition> {
         let mut tools = set.caller_tools;
-        let is_selected =
-            |name: &String| set.toolcrib_tools.as_ref().is_none_or(|names| names.contains(name));
-        for entry in self.registry.tools(caller) {
+        for entry in entries {
             let name = &entry.definition.name;
-            if is_selected(name) && !tools.iter().any(|other| other.name == *name) {
+            if !tools.iter().any(|other| other.name == *name) {
                 tools.push(entry.definition.clone());
             }
         }
         tools.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(tools)
+    }
+
+    /// Returns the tools that a model may call for this caller: those that match one of the names
+    /// or patterns, or all of them. Both forms of a name match.
+    pub(crate) fn select_model_tools(
+        &self,
+        caller: &Caller,
+        patterns: Option<&[String]>,
+    ) -> Vec<Arc<CatalogEntry>> {
+        let mut tools = self.registry.tools_for_model(caller);
+        if let Some(patterns) = patterns {
+            tools.retain(|entry| matches_tool(patterns, &entry.definition.name));
+        }
+        let has_reader = tools.iter().any(|entry| entry.definition.name == RESULT_READ);
+        if !tools.is_empty() && !has_reader {
+            // The model needs it to read the omitted parts of a digest.
+            tools.extend(self.registry.tool(caller, RESULT_READ));
+        }
+        if !tools.is_empty() {
+            // A run without any tool ends with its answer, and its model may not know tools at all.
+            tools.extend(self.registry.tool(caller, RUN_FINISH));
+        }
         tools
     }
 
@@ -248,7 +299,7 @@ impl Runs {
 
     /// Loads the newest calls of a run and those still open, oldest first. Also returns whether
     /// older calls were omitted.
-    async fn load_run_calls(
+    pub(crate) async fn load_run_calls(
         &self,
         caller: &Caller,
         run_id: &str,
@@ -282,8 +333,18 @@ impl Runs {
     }
 }
 
+/// Returns whether a tool matches one of these names or patterns. Each may be written with the
+/// tool's own name or with its model-facing one.
+pub(crate) fn matches_tool(patterns: &[String], name: &str) -> bool {
+    let model_name = model_tool_names::name_for_model(name);
+    patterns.iter().any(|pattern| {
+        access_rules::pattern_matches(pattern, name)
+            || access_rules::pattern_matches(pattern, &model_name)
+    })
+}
+
 /// Adds calls in order of creation, and their results in order of completion.
-fn add_calls(context: &mut ToolCallContext, calls: &[Call]) {
+pub(crate) fn add_calls(context: &mut ToolCallContext, calls: &[Call]) {
     for turn in group_concurrent_calls(calls) {
         context.set_tool_calls(turn.iter().map(ToolCall::from));
     }

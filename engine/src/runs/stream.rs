@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use crate::calls::Calls;
 use crate::domain::access_rules::RuleAction;
+use crate::domain::call::Status;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
 use crate::domain::run::{JournalEntry, Run, RunEvent, dedup_replies};
 use crate::ports::bus::Topic;
 use crate::ports::core::{Core, from_store_error};
+use crate::ports::store::CallFilter;
 use crate::registry::Registry;
 use crate::runs::active::{ActiveRuns, run_not_found};
 use crate::runs::subscribers::RunSubscription;
@@ -19,6 +21,29 @@ pub struct RunStreams {
     registry: Arc<Registry>,
     calls: Arc<Calls>,
     pub(crate) active_runs: Arc<ActiveRuns>,
+}
+
+/// A conversation of OpenAI's API in progress. Its run is active until this is dropped.
+pub struct ActiveConversation {
+    core: Arc<Core>,
+    active_runs: Arc<ActiveRuns>,
+    key: (String, String),
+}
+
+impl Drop for ActiveConversation {
+    fn drop(&mut self) {
+        {
+            let mut conversations = self.active_runs.conversations.lock();
+            if let Some(count) = conversations.get_mut(&self.key) {
+                *count -= 1;
+                if *count == 0 {
+                    conversations.remove(&self.key);
+                }
+            }
+        }
+        let (project, run_id) = self.key.clone();
+        self.core.bus.wake(&Topic::Run { project, run_id });
+    }
 }
 
 impl RunStreams {
@@ -39,6 +64,13 @@ impl RunStreams {
         let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
         let found = found.map_err(from_store_error)?.filter(is_readable);
         found.ok_or_else(|| run_not_found(run_id))
+    }
+
+    /// Registers a conversation in progress under its run.
+    pub fn register_conversation(&self, caller: &Caller, run_id: &str) -> ActiveConversation {
+        let key = (caller.project.clone(), run_id.to_owned());
+        *self.active_runs.conversations.lock().entry(key.clone()).or_default() += 1;
+        ActiveConversation { core: self.core.clone(), active_runs: self.active_runs.clone(), key }
     }
 
     /// Subscribes to the deltas of a run from now on. A run that the caller may not read has none.
@@ -73,17 +105,47 @@ impl RunStreams {
         after: u64,
         limit: usize,
     ) -> Result<Vec<RunEvent>, Error> {
+        self.read_events(caller, run_id, after, limit, /*ends_when_idle*/ false).await
+    }
+
+    /// Returns events as [`RunStreams::events`] does. A run id that only groups calls ends too:
+    /// when it has no open call, and no conversation of OpenAI's API is in progress under it.
+    pub async fn events_until_idle(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<RunEvent>, Error> {
+        self.read_events(caller, run_id, after, limit, /*ends_when_idle*/ true).await
+    }
+
+    async fn read_events(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        mut after: u64,
+        limit: usize,
+        ends_when_idle: bool,
+    ) -> Result<Vec<RunEvent>, Error> {
         let (project, run) = (caller.project.clone(), run_id.to_owned());
         let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run });
         let loops = self.core.store.runs();
-        let (mut after, catalog) = (after, self.registry.catalog());
+        let catalog = self.registry.catalog();
         let is_readable =
             catalog.may_read_all_calls(caller) || self.is_run_readable(caller, run_id).await?;
         loop {
             let active_run = self.active_runs.is_active(&caller.project, run_id);
-            let has_ended = is_readable && !active_run && {
-                let found = loops.run(&caller.project, run_id).await.map_err(from_store_error)?;
-                found.is_some_and(|run| run.status.is_terminal())
+            let found = match is_readable && !active_run {
+                true => loops.run(&caller.project, run_id).await.map_err(from_store_error)?,
+                false => None,
+            };
+            let has_ended = match found {
+                Some(run) => run.status.is_terminal(),
+                // To a caller that may not read a run, it is a run id that groups calls.
+                None => {
+                    ends_when_idle && !active_run && self.is_idle(&caller.project, run_id).await?
+                }
             };
             let read = loops.run_events(&caller.project, run_id, after, limit).await;
             let mut events = read.map_err(from_store_error)?;
@@ -107,5 +169,26 @@ impl RunStreams {
                 () = self.core.shutdown.cancelled() => {}
             }
         }
+    }
+
+    /// Returns whether a run id has neither an open call nor a conversation in progress.
+    async fn is_idle(&self, project: &str, run_id: &str) -> Result<bool, Error> {
+        let key = (project.to_owned(), run_id.to_owned());
+        if self.active_runs.conversations.lock().contains_key(&key) {
+            return Ok(false);
+        }
+        for status in [Status::Pending, Status::Running] {
+            let filter = CallFilter {
+                project: project.to_owned(),
+                run_id: Some(run_id.to_owned()),
+                status: Some(status),
+                limit: 1,
+                ..CallFilter::default()
+            };
+            if !self.core.store.calls(filter).await.map_err(from_store_error)?.is_empty() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }

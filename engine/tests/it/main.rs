@@ -29,5 +29,6 @@ mod speculative_reads;
 mod support;
 mod switches;
 mod tidy;
+mod tool_modes;
 mod turns;
 mod webhooks;

@@ -222,6 +222,21 @@ impl ApiClient {
         self.send_stream_request(request).await
     }
 
+    /// Opens the stream of a run's events. That of a run id that only groups calls ends when the
+    /// run is idle.
+    pub async fn open_run_stream(
+        &self,
+        run: &str,
+        last_event_id: Option<&str>,
+    ) -> Result<Response, CommandFailure> {
+        let mut request =
+            self.request(Method::GET, &["v1", "runs", run, "events"])?.query(&[("until", "idle")]);
+        if let Some(id) = last_event_id {
+            request = request.header("last-event-id", id);
+        }
+        self.send_stream_request(request).await
+    }
+
     /// Sends a request that responds with a stream of events.
     pub async fn post_event_stream(
         &self,

@@ -4,8 +4,9 @@
 //! received, and prints how to follow the run when the user stops watching. If no server is running
 //! and none was given, the command starts one on the data directory for the duration of the run.
 
+pub(super) mod manage;
 mod replay;
-pub mod tree;
+mod tree;
 mod view;
 use std::io::Read;
 use std::time::Duration;
@@ -41,18 +42,30 @@ Examples:
   echo 'a long question' | toolcrib run -
   toolcrib run --continue run_… 'And in Fahrenheit?'   the same conversation
   toolcrib run --resume run_…                          after its model was unavailable
-  toolcrib run --follow run_…                          watch a run that is active
+  toolcrib run --follow run_…                          watch a run, also one of a chat completion
+  toolcrib run 'Book a flight' --tool-mode search --pin 'calendar.*'
   toolcrib run --replay run_…                          replay against recorded results
-  toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'")]
+  toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'
+
+`toolcrib runs` lists, shows, follows and cancels runs.")]
 pub struct RunArgs {
     /// The question; - reads it from standard input
     question: Option<String>,
+    /// Further words, for an error message that helps
+    #[arg(hide = true, conflicts_with = "which")]
+    rest: Vec<String>,
     /// The model [default: the server's first; for --replay, the recorded one]
     #[arg(long, value_name = "NAME", conflicts_with_all = ["more", "resume", "follow"])]
     model: Option<String>,
     /// Only these tools: names and patterns
     #[arg(long, value_name = "PATTERN", value_delimiter = ',', conflicts_with = "which")]
     tools: Option<Vec<String>>,
+    /// Tool definitions the model receives: auto, all, search or pinned
+    #[arg(long, value_name = "MODE", conflicts_with = "which")]
+    tool_mode: Option<String>,
+    /// Tools that every request offers in the modes search and pinned: names and patterns
+    #[arg(long = "pin", value_name = "PATTERN", value_delimiter = ',', conflicts_with = "which")]
+    pinned_tools: Option<Vec<String>>,
     /// System prompt for the model
     #[arg(long, value_name = "TEXT", conflicts_with = "which")]
     system: Option<String>,
@@ -108,6 +121,7 @@ pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandF
 
 /// Reads the question. Returns `None` for options that take no question.
 fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
+    check_words(args)?;
     let silent = args.resume.is_some() || args.follow.is_some() || args.replay.is_some();
     let question = match args.question.as_deref() {
         Some("-") => {
@@ -124,6 +138,31 @@ fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
         Some(text) if text.is_empty() => Err(CommandFailure::usage("the question is empty")),
         question => Ok(question),
     }
+}
+
+/// Commands of `toolcrib runs` that must not become a question to a model.
+const RUNS_COMMANDS: [&str; 7] = ["ls", "list", "show", "get", "follow", "cancel", "tree"];
+
+/// Refuses a command of `toolcrib runs`, and a question of several arguments.
+fn check_words(args: &RunArgs) -> Result<(), CommandFailure> {
+    let Some(question) = &args.question else { return Ok(()) };
+    let is_run = |word: &String| word.starts_with("run_");
+    let is_command = RUNS_COMMANDS.contains(&question.as_str())
+        && (args.rest.is_empty() || args.rest.iter().all(is_run));
+    if is_command {
+        let rest: String = args.rest.iter().map(|word| format!(" {word}")).collect();
+        let message = format!("\"{question}\" is a command of toolcrib runs, not a question");
+        return Err(CommandFailure::usage(message).hint(format!(
+            "toolcrib runs {question}{rest}; to send the word to a model: echo {question} | \
+             toolcrib run -"
+        )));
+    }
+    if args.rest.is_empty() {
+        return Ok(());
+    }
+    let message = "the question has several arguments; put it in quotes";
+    let words = [std::slice::from_ref(question), args.rest.as_slice()].concat().join(" ");
+    Err(CommandFailure::usage(message).hint(format!("toolcrib run '{words}'")))
 }
 
 async fn connect_or_embed(
@@ -164,9 +203,7 @@ async fn start_and_watch(
     }
     let mut view = RunView::new(context.output);
     let watcher = if let Some(run) = &args.follow {
-        // A run id that only groups calls has events too, but its stream never ends.
-        client.request_json(ApiRequest::get(&["v1", "runs", run])).await?;
-        RunWatcher::from_start(run)
+        RunWatcher::for_existing(client, run).await?
     } else if let Some(run) = &args.resume {
         let resumed = client
             .request_json(ApiRequest::post(&["v1", "runs", run, "resume"], json!({})))
@@ -209,6 +246,12 @@ fn run_request_body(args: &RunArgs, question: Option<String>) -> Value {
     if let Some(tools) = &args.tools {
         body.insert("tools".into(), json!(tools));
     }
+    if let Some(mode) = &args.tool_mode {
+        body.insert("tool_mode".into(), mode.as_str().into());
+    }
+    if let Some(pinned) = &args.pinned_tools {
+        body.insert("pinned_tools".into(), json!(pinned));
+    }
     if let Some(steps) = args.steps {
         body.insert("limits".into(), json!({ "steps": steps }));
     }
@@ -249,12 +292,26 @@ struct RunWatcher {
     /// Earlier events are not shown. Cleared at the first event at or after this time.
     since_ms: Option<u64>,
     stream: Option<Response>,
+    /// Set if the server stores no run with this id, which then only groups calls, like that of a
+    /// chat completion: the failure to report if there are no calls either.
+    not_stored: Option<CommandFailure>,
 }
 
 impl RunWatcher {
     /// Watches the run from its start.
     fn from_start(run: &str) -> Self {
-        Self { run: run.to_owned(), last_event_id: None, since_ms: None, stream: None }
+        let (last_event_id, since_ms) = (None, None);
+        Self { run: run.to_owned(), last_event_id, since_ms, stream: None, not_stored: None }
+    }
+
+    /// Watches a run that exists: a stored one, or the calls of a conversation.
+    async fn for_existing(client: &ApiClient, run: &str) -> Result<Self, CommandFailure> {
+        let not_stored = match client.request_json(ApiRequest::get(&["v1", "runs", run])).await {
+            Ok(_) => None,
+            Err(failure) if failure.code == "NOT_FOUND" => Some(failure),
+            Err(failure) => return Err(failure),
+        };
+        Ok(Self { not_stored, ..Self::from_start(run) })
     }
 
     async fn watch_to_end(
@@ -305,6 +362,9 @@ impl RunWatcher {
             if let Some(end) = view.outcome() {
                 return end;
             }
+            if is_stream_complete && let Some(not_stored) = self.not_stored.take() {
+                return if view.show_idle() { Ok(()) } else { Err(not_stored) };
+            }
             view.note_disconnect();
             // The server's clock may have been set back meanwhile: too many events are better than
             // none.
@@ -326,8 +386,6 @@ impl RunWatcher {
     }
 
     async fn reopen_stream(&self, client: &ApiClient) -> Result<Response, CommandFailure> {
-        client
-            .open_event_stream(&["v1", "runs", &self.run, "events"], self.last_event_id.as_deref())
-            .await
+        client.open_run_stream(&self.run, self.last_event_id.as_deref()).await
     }
 }

@@ -23,6 +23,7 @@ fn endpoint(model: &ScriptedModel, kind: ModelApi) -> ModelEndpoint {
         key: ApiKeySource { variable: None, file: None, is_required: false },
         max_tokens: None,
         limits: ModelResponseLimits::default(),
+        native_tool_search: true,
     }
 }
 

@@ -7,6 +7,7 @@ mod faults;
 mod handoff;
 mod late;
 mod streaming;
+mod tools;
 
 use serde_json::{Value, json};
 use toolcrib_bench::model::{

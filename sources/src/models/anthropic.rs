@@ -15,6 +15,9 @@ use crate::models::endpoint_client::{EndpointClient, KeyHeader, ModelEndpoint, R
 /// The version of the API.
 const VERSION: &str = "2023-06-01";
 
+/// The feature of deferred tools and references to them, for endpoints on which it is not general.
+const TOOL_SEARCH_BETA: &str = "advanced-tool-use-2025-11-20";
+
 /// Default for `max_tokens`, which the API requires.
 const MAX_TOKENS: u32 = 4_096;
 
@@ -38,9 +41,13 @@ impl Model for AnthropicModel {
         listener: DeltaListener<'_>,
     ) -> Result<ModelReply, ModelError> {
         let max_tokens = self.client.endpoint.max_tokens.unwrap_or(MAX_TOKENS);
-        let body = request::build_body(prompt, max_tokens).to_string().into_bytes();
+        let native_search = self.client.endpoint.native_tool_search;
+        let body = request::build_body(prompt, max_tokens, native_search).to_string().into_bytes();
         let mut headers = HeaderMap::new();
         headers.insert("anthropic-version", HeaderValue::from_static(VERSION));
+        if native_search && !prompt.found_tools.is_empty() {
+            headers.insert("anthropic-beta", HeaderValue::from_static(TOOL_SEARCH_BETA));
+        }
         let credential = KeyHeader::Header(HeaderName::from_static("x-api-key"));
         let answer = self.client.post("/messages", headers, credential, body).await?;
         let mut blocks = AnthropicReplyAssembler::new(&self.client);

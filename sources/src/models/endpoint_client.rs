@@ -41,6 +41,8 @@ pub struct ModelEndpoint {
     /// Default for requests that set none.
     pub max_tokens: Option<u32>,
     pub limits: ModelResponseLimits,
+    /// True if the endpoint has the API's own search for deferred tools.
+    pub native_tool_search: bool,
 }
 
 /// The source of an API key.

@@ -42,7 +42,7 @@ impl OpenAiModel {
             body.insert("tools".into(), prompt.tools.clone().into());
         }
         body.insert("model".into(), prompt.model.clone().into());
-        body.insert("messages".into(), prompt.messages.clone().into());
+        body.insert("messages".into(), prompt.chat_messages().into());
         body.insert("stream".into(), true.into());
         body.insert("stream_options".into(), json!({ "include_usage": true }));
         body.remove("n");

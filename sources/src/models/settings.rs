@@ -7,8 +7,12 @@ use std::time::Duration;
 use reqwest::Url;
 use schemars::JsonSchema;
 use serde::Deserialize;
+use toolcrib::domain::access_rules::check_pattern;
 use toolcrib::domain::retry::{Backoff, MAX_RETRIES_LIMIT};
 use toolcrib::domain::run::options::ModelRequestPolicy;
+use toolcrib::domain::run::tool_mode::{
+    AgentToolMode, DEFAULT_THRESHOLD_TOKENS, ToolMode, ToolModeSettings,
+};
 use toolcrib_protocol::secrets::SecretReference;
 use toolcrib_protocol::settings::InvalidSetting;
 
@@ -21,10 +25,11 @@ const HOUR_MS: u64 = 3_600_000;
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LlmSettings {
-    /// API of the endpoint: `openai` (chat completions, which most endpoints support) or
-    /// `anthropic` (messages).
+    /// API of the endpoint: `openai` (chat completions, which most endpoints support), `anthropic`
+    /// (messages) or `responses` (OpenAI's Responses API, which has a tool search).
     pub kind: ModelKind,
-    /// Base URL of the endpoint: the part before `/chat/completions` or `/messages`. Default: the
+    /// Base URL of the endpoint: the part before `/chat/completions`, `/messages` or `/responses`.
+    /// Default: the
     /// vendor's own, if a model is set.
     pub base_url: Option<String>,
     /// The default model, by the name the endpoint uses.
@@ -58,6 +63,21 @@ pub struct LlmSettings {
     /// The model that summarizes long results in runs. If unset, results are digested without a
     /// model.
     pub summary_model: Option<String>,
+    /// Tool definitions that a model receives: `auto` (all of them up to `tool_tokens`, `search`
+    /// above it), `all`, `search` (the pinned ones, those that the conversation has used or found,
+    /// and a tool search) or `pinned` (only those). Runs, requests and agents can set it too.
+    pub tool_mode: ToolModeName,
+    /// Number of tokens of all tool definitions above which `auto` means `search`. More than 128
+    /// tools mean `search` in any case.
+    pub tool_tokens: usize,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned`.
+    pub pinned_tools: Vec<String>,
+    /// Uses the API's own search for deferred tools, where the API has one. Switch it off for an
+    /// endpoint that does not support it.
+    pub native_tool_search: bool,
+    /// Tools of single agents: `[llm.agents.NAME]`.
+    pub agents: BTreeMap<String, AgentToolSettings>,
     /// Further models: `[llm.models.NAME]`.
     pub models: BTreeMap<String, NamedModelSettings>,
 }
@@ -80,6 +100,11 @@ impl Default for LlmSettings {
             retry_backoff_ms: ModelRequestPolicy::default().backoff.initial_ms,
             other_models: true,
             summary_model: None,
+            tool_mode: ToolModeName::default(),
+            tool_tokens: DEFAULT_THRESHOLD_TOKENS,
+            pinned_tools: Vec::new(),
+            native_tool_search: true,
+            agents: BTreeMap::new(),
             models: BTreeMap::new(),
         }
     }
@@ -94,6 +119,7 @@ pub enum ModelKind {
     #[default]
     Openai,
     Anthropic,
+    Responses,
 }
 
 impl From<ModelKind> for ModelApi {
@@ -101,15 +127,50 @@ impl From<ModelKind> for ModelApi {
         match kind {
             ModelKind::Openai => Self::OpenAi,
             ModelKind::Anthropic => Self::Anthropic,
+            ModelKind::Responses => Self::Responses,
         }
     }
+}
+
+// No doc comments on the variants, as above.
+/// Tool definitions that a model receives.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum ToolModeName {
+    #[default]
+    Auto,
+    All,
+    Search,
+    Pinned,
+}
+
+impl From<ToolModeName> for ToolMode {
+    fn from(mode: ToolModeName) -> Self {
+        match mode {
+            ToolModeName::Auto => Self::Auto,
+            ToolModeName::All => Self::All,
+            ToolModeName::Search => Self::Search,
+            ToolModeName::Pinned => Self::Pinned,
+        }
+    }
+}
+
+/// The tools of an agent. Settings that are not given come from `[llm]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct AgentToolSettings {
+    /// `auto`, `all`, `search` or `pinned`.
+    pub tool_mode: Option<ToolModeName>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned`.
+    pub pinned_tools: Option<Vec<String>>,
 }
 
 /// A further model, under the name of its table. Settings that are not given come from `[llm]`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct NamedModelSettings {
-    /// `openai` or `anthropic`.
+    /// `openai`, `anthropic` or `responses`.
     pub kind: Option<ModelKind>,
     /// Base URL of its endpoint. If its kind or URL differs from `[llm]`, the key of `[llm]` is not
     /// sent; at a URL that is not the vendor's own, no key is sent unless one is named here.
@@ -130,9 +191,25 @@ pub struct NamedModelSettings {
     pub timeout_ms: Option<u64>,
     /// Maximum time a model sends nothing.
     pub idle_timeout_ms: Option<u64>,
+    /// Uses the API's own search for deferred tools.
+    pub native_tool_search: Option<bool>,
 }
 
 impl LlmSettings {
+    /// Builds the engine's settings of the tool definitions that models receive.
+    pub fn tool_modes(&self) -> ToolModeSettings {
+        let agents = self.agents.iter().map(|(name, agent)| {
+            let mode = agent.tool_mode.map(ToolMode::from);
+            (name.clone(), AgentToolMode { mode, pinned_tools: agent.pinned_tools.clone() })
+        });
+        ToolModeSettings {
+            mode: self.tool_mode.into(),
+            pinned_tools: self.pinned_tools.clone(),
+            threshold_tokens: self.tool_tokens,
+            agents: agents.collect(),
+        }
+    }
+
     /// Builds the engine's policy for model requests and their retries.
     pub fn request_policy(&self) -> ModelRequestPolicy {
         let default = ModelRequestPolicy::default();
@@ -164,6 +241,7 @@ impl LlmSettings {
                 idle: Duration::from_millis(self.idle_timeout_ms),
                 max_bytes: self.max_answer_bytes,
             },
+            native_tool_search: self.native_tool_search,
         })
     }
 
@@ -215,6 +293,7 @@ impl LlmSettings {
                 idle: Duration::from_millis(idle),
                 max_bytes: self.max_answer_bytes,
             },
+            native_tool_search: model.native_tool_search.unwrap_or(self.native_tool_search),
         }
     }
 
@@ -233,6 +312,12 @@ impl LlmSettings {
         }
         if self.max_answer_bytes == 0 {
             return Err(InvalidSetting::new("llm.max_answer_bytes", "must be at least 1"));
+        }
+        check_tool_mode("llm", self.tool_mode, &self.pinned_tools)?;
+        for (name, agent) in &self.agents {
+            let mode = agent.tool_mode.unwrap_or(self.tool_mode);
+            let pinned = agent.pinned_tools.as_ref().unwrap_or(&self.pinned_tools);
+            check_tool_mode(&format!("llm.agents.{name}"), mode, pinned)?;
         }
         for (name, model) in &self.models {
             let key = |field: &str| format!("llm.models.{name}.{field}");
@@ -287,7 +372,7 @@ fn check_reference(key: &str, value: Option<&str>) -> Result<(), InvalidSetting>
 
 fn api_key_source(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> ApiKeySource {
     let default = match kind {
-        ModelKind::Openai => "OPENAI_API_KEY",
+        ModelKind::Openai | ModelKind::Responses => "OPENAI_API_KEY",
         ModelKind::Anthropic => "ANTHROPIC_API_KEY",
     };
     match variable {
@@ -337,6 +422,21 @@ fn check_time(key: &str, value: Option<u64>) -> Result<(), InvalidSetting> {
         return Err(InvalidSetting::new(key, format!("must be from 1 to {HOUR_MS}")));
     }
     Ok(())
+}
+
+fn check_tool_mode(
+    table: &str,
+    mode: ToolModeName,
+    pinned: &[String],
+) -> Result<(), InvalidSetting> {
+    let key = format!("{table}.pinned_tools");
+    if mode == ToolModeName::Pinned && pinned.is_empty() {
+        return Err(InvalidSetting::new(&key, "must name a tool: the mode is pinned"));
+    }
+    match pinned.iter().find_map(|pattern| check_pattern(pattern).err()) {
+        Some(problem) => Err(InvalidSetting::new(&key, problem)),
+        None => Ok(()),
+    }
 }
 
 fn check_tokens(key: &str, value: Option<u32>) -> Result<(), InvalidSetting> {

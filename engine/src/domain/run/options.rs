@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use crate::domain::retry::{Backoff, MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::domain::run::handoff::ActiveAgent;
+use crate::domain::run::tool_mode::ToolMode;
 
 /// Options of a conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -17,6 +18,13 @@ pub struct RunOptions {
     /// Names and patterns (`weather.*`) of the Toolcrib tools that the model sees; `None` means all
     /// tools that the caller may call.
     pub tools: Option<Vec<String>>,
+    /// Selects the definitions that the model receives; `None` means the setting of the agent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_mode: Option<ToolMode>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned`; `None` means those of the agent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pinned_tools: Option<Vec<String>>,
     /// Tools that the caller executes itself, in the chat format. The loop returns their calls to
     /// the caller.
     #[serde(rename = "own_tools")]

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
@@ -85,6 +85,9 @@ pub struct UsageBaseline {
     /// Active time, in milliseconds.
     #[serde(rename = "spent_ms")]
     pub active_ms: u64,
+    /// Number of tool calls that failed.
+    #[serde(default)]
+    pub failed_calls: u32,
 }
 
 /// Progress of a conversation, apart from its messages.
@@ -130,6 +133,13 @@ pub struct RunProgress {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(rename = "closing")]
     pub stop_reason: Option<StopReason>,
+    /// Tool and error of the last call that failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_failure: Option<String>,
+    /// True if a call since the last user message was canceled or not permitted: its tool did not
+    /// fail.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub has_withheld_call: bool,
     /// The answer of a result that terminates the run; once set, no request to the model follows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ending: Option<Box<FinalAnswer>>,
@@ -141,14 +151,39 @@ pub struct RunProgress {
 impl RunProgress {
     /// Returns the usage so far.
     pub fn usage_so_far(&self) -> UsageBaseline {
-        let tokens = self.usage.prompt_tokens.saturating_add(self.usage.completion_tokens);
-        UsageBaseline { steps: self.steps, calls: self.calls, tokens, active_ms: self.active_ms }
+        UsageBaseline {
+            steps: self.steps,
+            calls: self.calls,
+            tokens: self.usage.prompt_tokens.saturating_add(self.usage.completion_tokens),
+            active_ms: self.active_ms,
+            failed_calls: self.failed_calls,
+        }
+    }
+
+    /// Returns a sentence that says that every tool call since the last user message failed, or
+    /// `None` if one succeeded or none was made.
+    pub fn describe_total_failure(&self) -> Option<String> {
+        let calls = self.calls.saturating_sub(self.baseline.calls);
+        let failed = self.failed_calls.saturating_sub(self.baseline.failed_calls);
+        if calls == 0 || failed != calls || self.has_withheld_call {
+            return None;
+        }
+        let subject = match calls {
+            1 => "The only tool call failed".to_owned(),
+            calls => format!("All {calls} tool calls failed"),
+        };
+        Some(match &self.last_failure {
+            Some(reason) if calls == 1 => format!("{subject}: {reason}"),
+            Some(reason) => format!("{subject}, the last one with: {reason}"),
+            None => subject,
+        })
     }
 
     /// Resets the counters of the limits when the conversation is resumed.
     pub(crate) fn reset_baseline(&mut self) {
         self.baseline = self.usage_so_far();
         (self.repeated_steps, self.failed_steps) = (0, 0);
+        (self.last_failure, self.has_withheld_call) = (None, false);
         self.ending = None;
         if self.pending_reply.is_none() {
             self.stop_reason = None;
@@ -257,5 +292,16 @@ impl From<RunError> for Fault {
         let code = Code::parse(&error.code).unwrap_or(Code::Internal);
         let fault = Self::new(code, error.message).retryable(error.retryable);
         Self { detail: error.detail, ..fault }
+    }
+}
+
+impl FinalAnswer {
+    /// Appends a note on a line of its own, unless the request determines the format of the answer:
+    /// a note would break a JSON document.
+    pub fn append_note(&mut self, note: &str, settings: &Map<String, Value>) {
+        if settings.get("response_format").is_none_or(|format| format["type"] == "text") {
+            let separator = if self.text.is_empty() { "" } else { "\n\n" };
+            self.text.push_str(&format!("{separator}[{note}]"));
+        }
     }
 }

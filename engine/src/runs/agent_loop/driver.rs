@@ -1,8 +1,10 @@
 //! The driver of the agent loop: runs step after step over one conversation.
 
+mod run_state;
+
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{EventSink, LoopEvent, StepOutcome, ending, ignore_events};
 use crate::domain::call::Call;
@@ -23,8 +25,9 @@ use crate::runs::agent_loop::late_results::LateResult;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
 use crate::runs::agent_loop::resume::PriorResults;
-use crate::runs::agent_loop::tool_selection::ToolSelection;
+use crate::runs::agent_loop::tool_selection::{RequestTools, ToolSelection};
 use crate::runs::handoff::hand_off;
+use run_state::{RecordedCalls, RunState};
 
 /// Extra time for the last request after the time limit.
 const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
@@ -49,6 +52,8 @@ pub struct AgentLoop<'a> {
     pub(crate) allows_empty_reply: bool,
     /// The options with the idempotency prefix of [`AgentLoop::set_idempotency_prefix`].
     keyed_options: Option<Box<RunOptions>>,
+    /// The run's context, and the tools that were set for the run.
+    run_state: RunState,
 }
 
 impl Runs {
@@ -154,7 +159,8 @@ impl<'a> AgentLoop<'a> {
         event_sink: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let selection = ToolSelection::new(engine, caller, options);
+        let patterns = options.tools.as_deref();
+        let selection = ToolSelection::new(engine, caller, options, patterns, None);
         Ok(Self::with_tool_selection(engine, caller, model, options, event_sink, selection))
     }
 
@@ -176,6 +182,7 @@ impl<'a> AgentLoop<'a> {
             is_reply_resumed: false,
             allows_empty_reply: false,
             keyed_options: None,
+            run_state: RunState::new(engine, &options.run_id),
         }
     }
 
@@ -210,7 +217,7 @@ impl<'a> AgentLoop<'a> {
             return Ok(());
         }
         self.engine.registry.catalog().check_caller_is_on(self.caller)?;
-        self.refresh_tools();
+        self.refresh_run().await?;
         self.add_late_results(conversation).await?;
         if conversation.progress.ending.is_some() {
             return Ok(());
@@ -323,9 +330,11 @@ impl<'a> AgentLoop<'a> {
             }
             return Ok(StepOutcome::Answered(model_answer(reply)));
         }
-        self.refresh_tools();
+        self.refresh_run().await?;
+        self.save_tool_selection().await?;
         let began_ms = self.engine.core.now_ms();
         let max_entries = self.engine.core.limits.max_batch_entries;
+        let step = conversation.progress.steps;
         let is_resumed = std::mem::take(&mut self.is_reply_resumed);
         let options = self.keyed_options.as_deref().unwrap_or(self.options);
         let prior_results = match is_resumed {
@@ -335,6 +344,8 @@ impl<'a> AgentLoop<'a> {
             }
             false => PriorResults::default(),
         };
+        let prior_results =
+            PriorResults { searches: self.search_tools(&reply, step).await?, ..prior_results };
         let plan = ExecutionPlan::new(
             &reply,
             &self.tool_selection,
@@ -345,14 +356,25 @@ impl<'a> AgentLoop<'a> {
         let caller_calls = plan.caller_calls();
         // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = conversation.progress.clone();
-        let event_sink = self.event_sink;
         let before = conversation.messages.len();
-        let ExecutedStep { messages: results, terminating, handoff } =
-            plan.execute(self.engine, self.caller, options, &mut progress, event_sink).await?;
+        let recorded = RecordedCalls::default();
+        let event_sink = |event: LoopEvent<'_>| {
+            recorded.push(&event);
+            (self.event_sink)(event);
+        };
+        let ExecutedStep { messages: mut results, terminating, handoff } =
+            plan.execute(self.engine, self.caller, options, &mut progress, &event_sink).await?;
         let ending = match ending::select_terminating(&terminating) {
             Some(call) => Some(self.engine.terminating_answer(self.caller, call).await?),
             None => None,
         };
+        let caller_calls = match ending.is_none() && handoff.is_none() {
+            true => {
+                self.record_caller_calls(caller_calls, &reply, &mut progress, &mut results).await?
+            }
+            false => caller_calls,
+        };
+        self.record_results(recorded, &mut progress);
         (progress.pending_reply, progress.canceled) = (None, false);
         progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
         conversation.progress = progress;
@@ -426,7 +448,7 @@ impl<'a> AgentLoop<'a> {
         &mut self,
         conversation: &mut Conversation,
     ) -> Result<(), Error> {
-        let runs = &self.engine;
+        let runs = self.engine.clone();
         let topic = Topic::Run {
             project: self.caller.project.clone(),
             run_id: self.options.run_id.clone(),
@@ -456,10 +478,15 @@ impl<'a> AgentLoop<'a> {
     }
 
     /// Adds late results that have arrived to the conversation and returns their number.
-    pub async fn add_late_results(&self, conversation: &mut Conversation) -> Result<usize, Error> {
+    pub async fn add_late_results(
+        &mut self,
+        conversation: &mut Conversation,
+    ) -> Result<usize, Error> {
         let budget = self.options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let pending = &conversation.progress.pending_calls;
         let (ended, cost) = self.engine.render_late_results(self.caller, pending, budget).await?;
+        // After that, so that the context has all of these results.
+        self.refresh_pending_calls(&conversation.progress).await?;
         let calls = ended.iter().filter_map(|result| result.call.clone());
         let terminating: Vec<_> = calls.filter(|call| ending::is_terminating(call)).collect();
         let ending = match ending::select_terminating(&terminating) {
@@ -474,6 +501,7 @@ impl<'a> AgentLoop<'a> {
             let event = LoopEvent::LateResult { call: &call, message: &message, after_execution };
             (self.event_sink)(event);
             conversation.messages.push(message);
+            self.count_late_failure(&call, &mut conversation.progress);
             conversation
                 .progress
                 .pending_calls
@@ -513,23 +541,28 @@ impl<'a> AgentLoop<'a> {
         if last || (forced && conversation.progress.steps > conversation.progress.baseline.steps) {
             settings.remove("tool_choice");
         }
-        let tools: Vec<Value> = if last { Vec::new() } else { self.tool_selection.tools.clone() };
-        if tools.is_empty() {
-            settings.remove("tool_choice");
-            settings.remove("parallel_tool_calls");
-        }
         let messages = match &self.options.active_agent {
             Some(agent) => agent.visible_messages(&conversation.messages),
             None => conversation.messages.clone(),
         };
-        let model = self.options.model.clone();
-        ModelRequest { model, messages, tools, settings }
-    }
-
-    /// Refreshes the tool selection, because tools can change during a conversation.
-    fn refresh_tools(&mut self) {
-        if self.tool_selection.version != self.engine.registry.directory_version() {
-            self.tool_selection = ToolSelection::new(self.engine, self.caller, self.options);
+        let RequestTools { tools, found_tools, tool_search, guidance } = match last {
+            true => RequestTools::default(),
+            false => self.tool_selection.request_tools(&messages),
+        };
+        if tools.is_empty() {
+            settings.remove("tool_choice");
+            settings.remove("parallel_tool_calls");
+        }
+        let pending_state = self.pending_state(&conversation.progress);
+        ModelRequest {
+            model: self.options.model.clone(),
+            messages,
+            tools,
+            found_tools,
+            tool_search,
+            guidance,
+            pending_state,
+            settings,
         }
     }
 }

@@ -26,6 +26,8 @@ enum CallDisposition {
     Execute(usize),
     /// The caller executes it.
     CallerExecuted,
+    /// It was a tool search; answer the model with this content.
+    Found(String),
     /// Do not execute it; answer the model with this content. If the call was made before, it is
     /// the earlier one.
     Reject { content: String, repeated: bool, earlier: Option<Arc<Call>> },
@@ -94,6 +96,8 @@ impl<'a> ExecutionPlan<'a> {
                     repeated: true,
                     earlier: None,
                 }
+            } else if let Some(content) = before.searches.get(&index) {
+                CallDisposition::Found(content.clone())
             } else if let Some(tool) = offer.tool(&call.name) {
                 match has_capacity {
                     true => execute(tool),
@@ -147,6 +151,10 @@ impl<'a> ExecutionPlan<'a> {
         for ((call, fate), fingerprint) in planned {
             let message = match fate {
                 CallDisposition::CallerExecuted => continue,
+                CallDisposition::Found(content) => {
+                    limits::count_repeat(progress, fingerprint, limits::content_hash(&content));
+                    limits::tool_message(&call.id, &content)
+                }
                 CallDisposition::Reject { content, repeated: again, earlier } => {
                     failed += 1;
                     handoff = handoff.or_else(|| earlier.clone().filter(|call| is_handoff(call)));

@@ -22,7 +22,7 @@ pub(super) struct LateResult {
 }
 
 /// Converts a call that ended late to a batch entry result.
-fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
+pub(super) fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
     BatchEntryResult {
         form: CallFormat::OpenAi,
         call_id: Some(pending.call_id.clone()),

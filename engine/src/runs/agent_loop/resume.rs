@@ -20,6 +20,8 @@ use crate::runs::agent_loop::limits::idempotency_key;
 pub(super) struct PriorResults {
     /// Result of each call that was made before, by its index in the reply.
     pub(super) results: HashMap<usize, PriorResult>,
+    /// Content of each tool search, by its index in the reply.
+    pub(super) searches: HashMap<usize, String>,
 }
 
 /// The earlier result of one call.
@@ -69,6 +71,6 @@ impl PriorResults {
             let index = indexes.get(&pending.tool_call_id);
             results.extend(index.map(|index| (*index, PriorResult { content, call })));
         }
-        Ok(Self { results })
+        Ok(Self { results, searches: HashMap::new() })
     }
 }

@@ -1,4 +1,9 @@
 //! Selects the tools that a model sees, and resolves the names that it uses for them.
+//!
+//! The tools of a run are those of its context. Up to a threshold the model receives all of them;
+//! above it, the pinned ones, those that the conversation has used or found, and a tool that
+//! searches the others. The order is fixed: later tools are only ever appended, so the prefix of
+//! a request stays the same and prompt caches hold.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -12,14 +17,34 @@ use crate::domain::run::handoff::{
     HANDOFF_TOOL_PREFIX, handoff_tool_name, is_handoff_name, transfer_name,
 };
 use crate::domain::run::options::RunOptions;
+use crate::domain::run::tool_mode::ToolMode;
+use crate::domain::tool::ToolDefinition;
 use crate::model_formats::{ToolFormat, describe_tool};
+use crate::ports::model::FoundTool;
 use crate::registry::catalog::{CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::registry::model_tool_names;
-use crate::runs::Runs;
+use crate::results::tokens;
+use crate::runs::agent_loop::tool_search;
+use crate::runs::run_context::matches_tool;
+use crate::runs::{RunToolSelection, Runs};
+
+/// Maximum number of tools in one request. OpenAI's API refuses more.
+const MAX_TOOLS: usize = 128;
+
+/// Maximum number of tools that were used or found; of more, the newest are offered.
+const MAX_LOADED_TOOLS: usize = 48;
+
+/// Tokens of a definition apart from its name, its description and its schema.
+const DEFINITION_TOKENS: usize = 12;
+
+const GUIDANCE: &str = "Tools marked (async) run in the background: such a call is accepted at \
+                        once, and its result is added to the conversation later. Meanwhile do \
+                        other work; do not call the tool again for the same thing, and do not make \
+                        up its result. All other tools return their result before you continue.";
 
 /// The tools of one conversation.
 pub(super) struct ToolSelection {
-    /// Tool descriptions, in the chat format.
+    /// Descriptions of the tools that every request offers, in the chat format.
     pub(super) tools: Vec<Value>,
     /// Toolcrib's tools, by their model-facing names.
     pub(super) tool_names: HashMap<String, String>,
@@ -27,6 +52,23 @@ pub(super) struct ToolSelection {
     pub(super) caller_tools: HashSet<String>,
     /// Version of the directory that the tools were read from.
     pub(super) version: u64,
+    /// Caller tools of the run's context, by their model-facing names.
+    context_tools: HashMap<String, ToolDefinition>,
+    /// Toolcrib's tools that requests offer only once they were used or found.
+    deferred: HashMap<String, Arc<CatalogEntry>>,
+    /// True if the model can search for the deferred tools.
+    pub(super) has_search: bool,
+    /// All tools of the run.
+    definitions: Vec<ToolDefinition>,
+}
+
+/// The tools of one request.
+#[derive(Default)]
+pub(super) struct RequestTools {
+    pub(super) tools: Vec<Value>,
+    pub(super) found_tools: Vec<FoundTool>,
+    pub(super) tool_search: Option<String>,
+    pub(super) guidance: Option<String>,
 }
 
 impl ToolSelection {
@@ -37,25 +79,21 @@ impl ToolSelection {
         options: &RunOptions,
     ) -> Result<Self, Error> {
         check_tool_patterns(engine, caller, options.tools.as_deref().unwrap_or_default())?;
-        Ok(Self::new(engine, caller, options))
+        Ok(Self::new(engine, caller, options, options.offered_tools(), None))
     }
 
-    /// Selects the tools of the options that exist.
-    pub(super) fn new(engine: &Arc<Runs>, caller: &Caller, options: &RunOptions) -> Self {
+    /// Selects the tools that exist: those that match the patterns, and the caller tools of the
+    /// options and of the run's context.
+    pub(super) fn new(
+        engine: &Arc<Runs>,
+        caller: &Caller,
+        options: &RunOptions,
+        patterns: Option<&[String]>,
+        context: Option<&RunToolSelection>,
+    ) -> Self {
         let version = engine.registry.directory_version();
-        let caller_tools: HashSet<String> =
-            options.caller_tools.iter().filter_map(function_name).map(str::to_owned).collect();
-        let mut tools = engine.registry.tools_for_model(caller);
-        let fits = |name: &str| {
-            let model_name = model_tool_names::name_for_model(name);
-            options.offered_tools().is_none_or(|patterns| {
-                patterns.iter().any(|p| {
-                    access_rules::pattern_matches(p, name)
-                        || access_rules::pattern_matches(p, &model_name)
-                })
-            })
-        };
-        tools.retain(|entry| fits(&entry.definition.name));
+        let entries = engine.select_model_tools(caller, patterns);
+        let fits = |name: &str| patterns.is_none_or(|patterns| matches_tool(patterns, name));
         let mut handoffs = engine.registry.handoff_tools(caller);
         let active = options.active_agent.as_ref().map(|agent| handoff_tool_name(&agent.agent_id));
         handoffs.retain(|entry| {
@@ -63,35 +101,80 @@ impl ToolSelection {
             let agent_id = name.trim_start_matches(HANDOFF_TOOL_PREFIX);
             active.as_ref() != Some(name) && (fits(name) || fits(&transfer_name(agent_id)))
         });
-        let has_reader = tools.iter().any(|entry| entry.definition.name == RESULT_READ);
-        if !tools.is_empty() && !has_reader {
-            // The model needs it to read the omitted parts of a digest.
-            tools.extend(engine.registry.tool(caller, RESULT_READ));
-        }
-        if !tools.is_empty() {
-            // A run without any tool ends with its answer, and its model may not know tools at all.
-            tools.extend(engine.registry.tool(caller, RUN_FINISH));
-        }
         let model_names = model_tool_names::names_for_model(
-            tools.iter().map(|entry| entry.definition.name.as_str()),
+            entries.iter().map(|entry| entry.definition.name.as_str()),
         );
-        let mut offer = Self {
+        let mut selection = Self {
             tools: options.caller_tools.clone(),
             tool_names: HashMap::new(),
-            caller_tools,
+            caller_tools: options
+                .caller_tools
+                .iter()
+                .filter_map(function_name)
+                .map(str::to_owned)
+                .collect(),
             version,
+            context_tools: HashMap::new(),
+            deferred: HashMap::new(),
+            has_search: false,
+            definitions: Vec::new(),
         };
-        for (entry, name) in tools.iter().zip(model_names) {
-            if offer.caller_tools.contains(&name) {
-                continue;
-            }
-            offer
-                .tools
-                .push(describe_tool(ToolFormat::OpenAi, &name, &entry.definition).to_value());
-            offer.tool_names.insert(name, entry.definition.name.clone());
+        selection.add_context_tools(context);
+        let mut named: Vec<(String, Arc<CatalogEntry>)> = model_names
+            .into_iter()
+            .zip(entries)
+            .filter(|(name, _)| !selection.caller_tools.contains(name))
+            .collect();
+        selection.definitions.extend(named.iter().map(|(_, entry)| entry.definition.clone()));
+        let pinned = options.pinned_tools.as_deref();
+        let (mode, pinned) = engine.tool_modes.resolve(&caller.agent, options.tool_mode, pinned);
+        // A tool that the request forces must be in the request.
+        let forced = options.settings.get("tool_choice").and_then(function_name);
+        let is_pinned = |name: &str, entry: &CatalogEntry| {
+            forced == Some(name)
+                || entry.definition.name == RUN_FINISH
+                || matches_tool(pinned, &entry.definition.name)
+        };
+        if mode == ToolMode::Pinned {
+            named.retain(|(name, entry)| is_pinned(name, entry));
         }
-        offer.add_handoffs(&handoffs);
-        offer
+        let can_search = !selection.caller_tools.contains(tool_search::NAME);
+        let max_tokens = engine.tool_modes.threshold_tokens;
+        selection.has_search = can_search
+            && match mode {
+                ToolMode::Search => !named.is_empty(),
+                ToolMode::Auto => {
+                    selection.tools.len() + named.len() > MAX_TOOLS
+                        || exceeds_tokens(&named, max_tokens)
+                }
+                ToolMode::All | ToolMode::Pinned => false,
+            };
+        if selection.has_search {
+            let names = named.iter().map(|(_, entry)| entry.definition.name.as_str());
+            selection.tools.push(tool_search::definition(names));
+        }
+        for (name, entry) in named {
+            selection.tool_names.insert(name.clone(), entry.definition.name.clone());
+            if selection.has_search && !is_pinned(&name, &entry) {
+                selection.deferred.insert(name, entry);
+            } else {
+                selection.tools.push(describe(&name, &entry.definition));
+            }
+        }
+        selection.add_handoffs(&handoffs);
+        selection
+    }
+
+    fn add_context_tools(&mut self, context: Option<&RunToolSelection>) {
+        let tools = context.map_or(&[][..], |context| &context.caller_tools);
+        let names = model_tool_names::names_for_model(tools.iter().map(|tool| tool.name.as_str()));
+        for (tool, name) in tools.iter().zip(names) {
+            if self.caller_tools.insert(name.clone()) {
+                self.tools.push(describe(&name, tool));
+                self.definitions.push(tool.clone());
+                self.context_tools.insert(name, tool.clone());
+            }
+        }
     }
 
     /// Adds the handoffs, under the names that models know from OpenAI's Agents SDK.
@@ -121,10 +204,131 @@ impl ToolSelection {
         self.tool_names.get(name).or_else(by_own_name).or_else(by_agent).map(String::as_str)
     }
 
-    /// Returns every name that the model received.
+    /// Returns the caller tool of the run's context that the model means.
+    pub(super) fn context_tool(&self, name: &str) -> Option<&ToolDefinition> {
+        self.context_tools.get(name)
+    }
+
+    /// Returns every name that the model may use.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.tool_names.keys().chain(&self.caller_tools).map(String::as_str)
     }
+
+    /// Returns the tools of the run, offered or not.
+    pub(super) fn definitions(&self) -> &[ToolDefinition] {
+        &self.definitions
+    }
+
+    /// Returns the names of Toolcrib's tools of the run.
+    pub(super) fn toolcrib_names(&self) -> Vec<String> {
+        let is_toolcrib = |tool: &&ToolDefinition| {
+            !self.context_tools.values().any(|other| other.name == tool.name)
+        };
+        let mut names: Vec<String> =
+            self.definitions.iter().filter(is_toolcrib).map(|tool| tool.name.clone()).collect();
+        names.sort();
+        names
+    }
+
+    /// Returns the tools for a request with these messages.
+    pub(super) fn request_tools(&self, messages: &[Value]) -> RequestTools {
+        let (mut tools, mut found_tools) = (self.tools.clone(), Vec::new());
+        for loaded in self.loaded_tools(messages) {
+            let Some(entry) = self.deferred.get(&loaded.name) else { continue };
+            tools.push(describe(&loaded.name, &entry.definition));
+            if let Some(call_id) = loaded.call_id {
+                found_tools.push(FoundTool { name: loaded.name, call_id });
+            }
+        }
+        let has_async = self.definitions.iter().any(|tool| tool.background);
+        let guidance = (has_async && !tools.is_empty()).then(|| GUIDANCE.to_owned());
+        let tool_search = self.has_search.then(|| tool_search::NAME.to_owned());
+        RequestTools { tools, found_tools, tool_search, guidance }
+    }
+
+    /// Returns the deferred tools that the conversation has used or found, in the order in which
+    /// it did. The messages are the only record of that, so every copy of the conversation leads to
+    /// the same tools.
+    fn loaded_tools(&self, messages: &[Value]) -> Vec<LoadedTool> {
+        if self.deferred.is_empty() {
+            return Vec::new();
+        }
+        let (mut loaded, mut known) = (Vec::new(), HashSet::new());
+        let mut add = |name: &str, call_id: Option<&str>| {
+            if self.deferred.contains_key(name) && known.insert(name.to_owned()) {
+                let call_id = call_id.map(str::to_owned);
+                loaded.push(LoadedTool { name: name.to_owned(), call_id });
+            }
+        };
+        let mut searches: HashSet<&str> = HashSet::new();
+        let reader = model_tool_names::name_for_model(RESULT_READ);
+        for message in messages {
+            for call in message["tool_calls"].as_array().into_iter().flatten() {
+                let name = call["function"]["name"].as_str().unwrap_or_default();
+                match name == tool_search::NAME {
+                    true => searches.extend(call["id"].as_str()),
+                    false => add(&self.model_name(name), None),
+                }
+            }
+            let content = message["content"].as_str().unwrap_or_default();
+            let answered = message["tool_call_id"].as_str();
+            if let Some(call_id) = answered.filter(|id| searches.remove(*id)) {
+                for name in tool_search::found_names(content) {
+                    add(&name, Some(call_id));
+                }
+            } else if content.contains(RESULT_READ) || content.contains(&reader) {
+                // A digest refers to it.
+                add(&reader, None);
+            }
+        }
+        let excess = loaded.len().saturating_sub(MAX_LOADED_TOOLS);
+        loaded.split_off(excess)
+    }
+
+    /// Returns the model-facing form of a name that a model wrote.
+    fn model_name(&self, name: &str) -> String {
+        match self.tool_names.contains_key(name) {
+            true => name.to_owned(),
+            false => model_tool_names::name_for_model(name),
+        }
+    }
+}
+
+/// A deferred tool that the conversation has used or found.
+struct LoadedTool {
+    /// Model-facing name of the tool.
+    name: String,
+    /// Id of the search that found it.
+    call_id: Option<String>,
+}
+
+fn describe(name: &str, tool: &ToolDefinition) -> Value {
+    describe_tool(ToolFormat::OpenAi, name, tool).to_value()
+}
+
+/// Returns whether the definitions have more tokens than this. Counting stops there.
+fn exceeds_tokens(named: &[(String, Arc<CatalogEntry>)], max_tokens: usize) -> bool {
+    let size = |(name, entry): &(String, Arc<CatalogEntry>)| {
+        let tool = &entry.definition;
+        name.len() + tool.description.len() + tool.input_schema.text().len() + DEFINITION_TOKENS
+    };
+    // A token has at least one byte.
+    if named.iter().map(size).sum::<usize>() <= max_tokens {
+        return false;
+    }
+    let mut left = max_tokens;
+    for (name, entry) in named {
+        let tool = &entry.definition;
+        let text = format!("{name} {} {}", tool.description, tool.input_schema.text());
+        if tokens::exceeds(&text, left) {
+            return true;
+        }
+        match left.checked_sub(tokens::count(&text) + DEFINITION_TOKENS) {
+            Some(rest) => left = rest,
+            None => return true,
+        }
+    }
+    false
 }
 
 /// Returns the name of a tool in the chat format.
@@ -151,6 +355,24 @@ pub fn check_tool_patterns(
         let message = format!("tools/{n}: {problem}");
         let fault = Fault::new(Code::ValidationError, message).without_side_effect();
         return Err(fault.with_detail(json!({ "pointer": format!("/tools/{n}") })).into());
+    }
+    Ok(())
+}
+
+/// Checks the pinned tools of a run or request. A pattern and a name may match nothing.
+pub fn check_pinned_tools(mode: Option<ToolMode>, pinned: Option<&[String]>) -> Result<(), Error> {
+    let refused = |pointer: String, problem: &str| {
+        let message = format!("{}: {problem}", pointer.trim_start_matches('/'));
+        let fault = Fault::new(Code::ValidationError, message).without_side_effect();
+        Err(fault.with_detail(json!({ "pointer": pointer })).into())
+    };
+    if mode == Some(ToolMode::Pinned) && pinned.is_some_and(<[String]>::is_empty) {
+        return refused("/pinned_tools".to_owned(), "the mode pinned needs at least one tool");
+    }
+    for (n, pattern) in pinned.unwrap_or_default().iter().enumerate() {
+        if let Err(problem) = access_rules::check_pattern(pattern) {
+            return refused(format!("/pinned_tools/{n}"), &problem);
+        }
     }
     Ok(())
 }

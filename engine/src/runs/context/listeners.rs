@@ -13,7 +13,9 @@ pub type ListenerError = Box<dyn std::error::Error + Send + Sync>;
 /// The return value of a listener.
 pub type ListenerResult = Result<(), ListenerError>;
 
-type ResultListener = Arc<dyn Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync>;
+/// A listener that several contexts share.
+pub(crate) type ResultListener =
+    Arc<dyn Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync>;
 
 /// Listeners in the order they were added.
 #[derive(Clone, Default)]
@@ -28,11 +30,8 @@ impl fmt::Debug for ResultListeners {
 }
 
 impl ResultListeners {
-    pub(super) fn add(
-        &mut self,
-        listener: impl Fn(&ToolCall, &ToolResult) -> ListenerResult + Send + Sync + 'static,
-    ) {
-        self.all.push(Arc::new(listener));
+    pub(super) fn add(&mut self, listener: ResultListener) {
+        self.all.push(listener);
     }
 
     pub(super) fn notify(&self, call: &ToolCall, result: &ToolResult) {

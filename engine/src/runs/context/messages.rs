@@ -8,7 +8,8 @@ use std::collections::HashSet;
 
 use serde::Serialize;
 
-use super::prompt::{format_elapsed, render_result, truncate_to_tokens};
+use super::prompt::render_result;
+use super::text::{format_elapsed, truncate_to_tokens};
 use super::{ToolCall, ToolCallContext, ToolResult};
 use crate::domain::json::Json;
 use crate::model_formats::{

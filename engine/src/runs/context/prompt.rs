@@ -6,6 +6,8 @@
 //! nor many tools the results. The remainder is distributed afterwards. The tokenizer checks the
 //! whole text each time, not its parts.
 
+use super::pending::{PendingDetail, PendingLine, pending_lines};
+use super::text::{LINE_TOKENS, first_line, format_elapsed, one_line, truncate_to_tokens};
 use super::{ToolCall, ToolCallContext, ToolResult};
 use crate::domain::json::Json;
 use crate::model_formats::data_content;
@@ -18,9 +20,6 @@ pub const DEFAULT_BUDGET_TOKENS: usize = 1_000;
 
 /// Maximum number of results shown, newest first.
 const MAX_FINISHED_SHOWN: usize = 10;
-
-/// Maximum tokens of a tool's description line, and of a call's arguments.
-const LINE_TOKENS: usize = 32;
 
 /// Minimum and maximum tokens of one result.
 const RESULT_TOKEN_RANGE: (usize, usize) = (24, 240);
@@ -62,7 +61,9 @@ const SHORT_GUIDE: &str = "\
 struct PromptSection {
     title: &'static str,
     lines: Vec<String>,
-    /// Number of lines in total; more than `lines` if some were omitted from the start.
+    /// Number of entries that each line stands for; empty if each stands for one.
+    weights: Vec<usize>,
+    /// Number of entries in total; more than in `lines` if some were omitted from the start.
     total: usize,
     visible: usize,
     /// End of the note "and 3 …".
@@ -90,7 +91,16 @@ impl PromptSection {
     }
 
     fn omitted(&self) -> usize {
-        self.total - self.visible
+        let shown = match self.weights.is_empty() {
+            true => self.visible,
+            false => self.weights[..self.visible].iter().sum(),
+        };
+        self.total - shown
+    }
+
+    fn set_lines(&mut self, lines: Vec<PendingLine>) {
+        self.visible = 0;
+        (self.lines, self.weights) = lines.into_iter().map(|line| (line.text, line.calls)).unzip();
     }
 }
 
@@ -144,6 +154,27 @@ impl PromptDraft {
         self.sections[section].visible = min;
     }
 
+    /// Distributes the budget among the sections. Groups of pending calls come before everything
+    /// else: they are short, and a model must not repeat a pending call.
+    fn distribute(&mut self, budget: usize, detail: PendingDetail) {
+        for section in &mut self.sections {
+            section.visible = 0;
+        }
+        // Show one line of the most important sections first, then distribute the shares.
+        self.show_what_fits(PENDING, 1, budget);
+        self.show_what_fits(FINISHED, 1, budget);
+        let used = tokens::count(&self.text());
+        let remaining = budget.saturating_sub(used);
+        let first = match detail {
+            PendingDetail::Lines | PendingDetail::Arguments => 2,
+            _ => 4,
+        };
+        let shares = [(PENDING, first), (FINISHED, 3), (TOOLS, 4), (PENDING, 4), (FINISHED, 4)];
+        for (section, quarters) in shares {
+            self.show_what_fits(section, usize::MAX, used + remaining * quarters / 4);
+        }
+    }
+
     fn omitted_counts(&self) -> OmittedCounts {
         OmittedCounts {
             tools: self.sections[TOOLS].omitted(),
@@ -155,7 +186,8 @@ impl PromptDraft {
 
 impl ToolCallContext {
     /// Renders the state of the tools for a system prompt, in at most `budget_tokens` tokens, as of
-    /// `now_ms`. Tools appear under their model-facing names; the order is deterministic.
+    /// `now_ms`. Tools appear under their model-facing names; the order is deterministic. Pending
+    /// calls that do not fit one by one are grouped by tool.
     pub fn prompt(&self, budget_tokens: usize, now_ms: u64) -> ContextPrompt {
         let mut draft = self.draft(budget_tokens, now_ms);
         let all = draft.omitted_counts();
@@ -169,17 +201,27 @@ impl ToolCallContext {
         if !draft.fits(budget_tokens) {
             return counts_only_prompt(all, budget_tokens);
         }
-        // Show one line of the most important sections first, then distribute the shares.
-        draft.show_what_fits(PENDING, 1, budget_tokens);
-        draft.show_what_fits(FINISHED, 1, budget_tokens);
-        let used = tokens::count(&draft.text());
-        let remaining = budget_tokens.saturating_sub(used);
-        let shares = [(PENDING, 2), (FINISHED, 3), (TOOLS, 4), (PENDING, 4), (FINISHED, 4)];
-        for (section, quarters) in shares {
-            draft.show_what_fits(section, usize::MAX, used + remaining * quarters / 4);
+        for detail in PendingDetail::ALL {
+            let lines = self.pending_lines(detail, now_ms);
+            draft.sections[PENDING].set_lines(lines);
+            draft.distribute(budget_tokens, detail);
+            if draft.sections[PENDING].omitted() == 0 {
+                break;
+            }
         }
         let text = draft.text();
         ContextPrompt { tokens: tokens::count(&text), text, omitted: draft.omitted_counts() }
+    }
+
+    fn pending_lines(&self, detail: PendingDetail, now_ms: u64) -> Vec<PendingLine> {
+        let names = model_tool_names::names_for_model(
+            self.tool_definitions.iter().map(|tool| tool.name.as_str()),
+        );
+        let model_name = |name: &str| {
+            let position = self.tool_definitions.iter().position(|tool| tool.name == name);
+            position.map_or_else(|| model_tool_names::name_for_model(name), |at| names[at].clone())
+        };
+        pending_lines(self.pending_calls(), detail, now_ms, model_name)
     }
 
     /// Returns a draft with all lines prepared and none shown yet.
@@ -202,10 +244,6 @@ impl ToolCallContext {
             let position = self.tool_definitions.iter().position(|tool| tool.name == name);
             position.map_or_else(|| model_tool_names::name_for_model(name), |at| names[at].clone())
         };
-        let pending: Vec<String> = self
-            .pending_calls()
-            .map(|call| pending_line(call, &model_name(&call.name), now_ms))
-            .collect();
         let (min, max) = RESULT_TOKEN_RANGE;
         let result_budget = (budget_tokens / 6).clamp(min, max);
         let finished: Vec<String> = self
@@ -218,14 +256,15 @@ impl ToolCallContext {
             .collect();
         let section = |title, lines: Vec<String>, all, others| {
             let visible = 0;
-            PromptSection { title, lines, total: all, visible, omission_note: others }
+            let weights = Vec::new();
+            PromptSection { title, lines, weights, total: all, visible, omission_note: others }
         };
-        let (all_tools, all_pending) = (tools.len(), pending.len());
+        let (all_tools, all_pending) = (tools.len(), self.pending_calls().count());
         PromptDraft {
             guide: "",
             sections: [
                 section("Available", tools, all_tools, "more tools that are not shown here"),
-                section("Pending", pending, all_pending, "more that have not finished"),
+                section("Pending", Vec::new(), all_pending, "more that have not finished"),
                 section("Just finished", finished, self.tool_results.len(), "that came before"),
             ],
         }
@@ -242,14 +281,6 @@ fn counts_only_prompt(all: OmittedCounts, budget_tokens: usize) -> ContextPrompt
     let fits = |candidate: &String| !tokens::exceeds(candidate, budget_tokens);
     let text = candidates.into_iter().find(fits).unwrap_or_default();
     ContextPrompt { tokens: tokens::count(&text), text, omitted: all }
-}
-
-fn pending_line(call: &ToolCall, name: &str, now_ms: u64) -> String {
-    let kind = if call.background { "async, in the background" } else { "sync" };
-    let args = truncate_to_tokens(&one_line(call.args.text()), LINE_TOKENS);
-    let since =
-        call.created_ms.map(|at_ms| format!(", pending for {}", format_elapsed(at_ms, now_ms)));
-    format!("- {name} ({kind}), call_id {}{}: {args}", call.call_id, since.unwrap_or_default())
 }
 
 fn finished_line(
@@ -273,34 +304,4 @@ pub(super) fn render_result(call: &ToolCall, data: &Json, budget: usize) -> Stri
     let Some(call_id) = &call.tool_call_id else { return truncate_to_tokens(&whole(), budget) };
     let source = digest::DigestSource { call_id, tool: &call.name, hint: Some(call.args.text()) };
     digest(data, budget, &source).map_or_else(whole, |digest| digest.text)
-}
-
-/// Returns the first line or sentence of a description.
-fn first_line(text: &str) -> &str {
-    let line = text.trim().lines().next().unwrap_or_default();
-    line.split_once(". ").map_or(line, |(sentence, _)| sentence).trim_end_matches('.')
-}
-
-fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-/// Truncates a text to `budget` tokens and marks the truncation.
-pub(super) fn truncate_to_tokens(text: &str, budget: usize) -> String {
-    if !tokens::exceeds(text, budget) {
-        return text.to_owned();
-    }
-    let marked = format!("{}…", tokens::prefix_within(text, budget.saturating_sub(1)).trim_end());
-    tokens::prefix_within(&marked, budget).to_owned()
-}
-
-/// Formats the time since `at_ms` in its two largest units.
-pub(super) fn format_elapsed(at_ms: u64, now_ms: u64) -> String {
-    let seconds = now_ms.saturating_sub(at_ms) / 1_000;
-    match seconds {
-        0..60 => format!("{seconds} s"),
-        60..3_600 => format!("{} min {} s", seconds / 60, seconds % 60),
-        3_600..86_400 => format!("{} h {} min", seconds / 3_600, seconds / 60 % 60),
-        _ => format!("{} d {} h", seconds / 86_400, seconds / 3_600 % 24),
-    }
 }

@@ -1,6 +1,5 @@
 //! `toolcrib runs tree`: a run with the runs of the agents that it called, and theirs.
 
-use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::super::CommandContext;
@@ -11,31 +10,7 @@ use super::super::output::{format_duration, now_ms, sanitize_line, str_member, u
 /// Maximum number of characters shown of an answer or an error.
 const MAX_TEXT_CHARS: usize = 60;
 
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  toolcrib runs tree run_01K…
-  toolcrib runs tree run_01K… --json | jq '.children[].status'")]
-pub struct RunsArgs {
-    #[command(subcommand)]
-    verb: RunsCommand,
-}
-
-#[derive(Debug, Subcommand)]
-enum RunsCommand {
-    /// Show a run with the agents that it called, and theirs
-    Tree {
-        /// The run, run_…
-        id: String,
-    },
-}
-
-pub async fn run(context: &CommandContext, args: RunsArgs) -> Result<(), CommandFailure> {
-    let RunsCommand::Tree { id } = args.verb;
-    show_tree(context, &id).await
-}
-
-pub async fn show_tree(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
+pub(super) async fn show_tree(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
     let request = ApiRequest::get(&["v1", "runs", id, "tree"]);
     let tree = context.client()?.request_json(request).await?;
     if context.output.json {

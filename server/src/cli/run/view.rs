@@ -33,6 +33,8 @@ pub(super) struct RunView {
     /// True if the cursor is behind printed text.
     is_mid_line: bool,
     final_event: Option<Value>,
+    /// Number of calls whose start was shown.
+    call_count: usize,
 }
 
 impl RunView {
@@ -48,6 +50,7 @@ impl RunView {
             step: None,
             is_mid_line: false,
             final_event: None,
+            call_count: 0,
         }
     }
 
@@ -58,6 +61,7 @@ impl RunView {
         if self.start_ms.is_none() {
             self.start_ms = at_ms;
         }
+        self.call_count += usize::from(kind == "tool.call.requested");
         if matches!(kind, "run.finished" | "run.failed" | "run.canceled") {
             self.final_event = Some(event.clone());
         } else if kind.starts_with("run.") && !is_live_only(kind) {
@@ -97,6 +101,8 @@ impl RunView {
                 Ok(())
             }
             "run.finished" => self.show_finished(event, at_ms),
+            // A run whose calls all failed ends with an answer.
+            "run.failed" if event["answer"].is_string() => self.show_finished(event, at_ms),
             _ => {
                 self.show_call_event(
                     kind.strip_prefix("tool.call.").unwrap_or_default(),
@@ -130,6 +136,15 @@ impl RunView {
                 Err(CommandFailure { detail, retryable, ..failure })
             }
         })
+    }
+
+    /// Shows the end of a run id that only groups calls. Returns false if it had no calls.
+    pub(super) fn show_idle(&self) -> bool {
+        if self.call_count > 0 && !self.output.json {
+            let line = format!("{}  {} calls  none is running", self.run_id, self.call_count);
+            self.note(&line, TextStyle::Dim);
+        }
+        self.call_count > 0
     }
 
     /// Handles a broken stream: the current answer will arrive again as a whole.

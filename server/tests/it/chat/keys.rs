@@ -81,7 +81,8 @@ async fn a_key_echoed_by_the_endpoint_is_redacted_everywhere() {
     let url = server.url("/v1/runs?wait_ms=20000");
     let answer = server.http.post(url).json(&run_question("?")).send().await.unwrap();
     let run: Value = answer.json().await.unwrap();
-    assert_eq!(run["answer"], "The key is …, I think.", "{run}");
+    // The only call of the run fails, which the answer says at its end.
+    assert!(run["answer"].as_str().unwrap().starts_with("The key is …, I think.\n\n["), "{run}");
     assert!(!run.to_string().contains(secret), "{run}");
     // Streams redact it too, although the answer arrives in deltas of a few letters.
     for (path, marker) in [("/v1/runs", "run.text"), ("/v1/chat/completions", "delta")] {

@@ -7,7 +7,7 @@ use toolcrib_bench::model::{
     ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply, tool_call_reply,
 };
 use toolcrib_sources::models::{
-    AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, OpenAiModel,
+    AnthropicModel, ApiKeySource, ModelApi, ModelEndpoint, OpenAiModel, ResponsesModel,
 };
 
 use super::*;
@@ -34,12 +34,13 @@ fn expected_calls() -> Vec<ToolCallRequest> {
 
 #[tokio::test]
 async fn streamed_arguments_of_parallel_calls_are_assembled() {
-    for kind in [ModelApi::OpenAi, ModelApi::Anthropic] {
+    for kind in [ModelApi::OpenAi, ModelApi::Anthropic, ModelApi::Responses] {
         let scripted = ScriptedModel::start_with_replies([two_calls()]).await.unwrap();
         let endpoint = endpoint(&scripted, kind);
         let model: Box<dyn Model> = match kind {
             ModelApi::OpenAi => Box::new(OpenAiModel::new(endpoint)),
             ModelApi::Anthropic => Box::new(AnthropicModel::new(endpoint)),
+            ModelApi::Responses => Box::new(ResponsesModel::new(endpoint)),
         };
         let (reply, deltas) = request_reply(&*model, &prompt()).await;
         let reply = reply.unwrap();
@@ -205,6 +206,7 @@ async fn the_key_is_sent_and_redacted_from_errors() {
     for (kind, header, value) in [
         (ModelApi::OpenAi, "authorization", format!("Bearer {secret}")),
         (ModelApi::Anthropic, "x-api-key", secret.to_owned()),
+        (ModelApi::Responses, "authorization", format!("Bearer {secret}")),
     ] {
         let scripted = ScriptedModel::start_with_replies([text_reply("42"), echo(401), echo(400)])
             .await
@@ -215,6 +217,7 @@ async fn the_key_is_sent_and_redacted_from_errors() {
         let model: Box<dyn Model> = match kind {
             ModelApi::OpenAi => Box::new(OpenAiModel::new(endpoint)),
             ModelApi::Anthropic => Box::new(AnthropicModel::new(endpoint)),
+            ModelApi::Responses => Box::new(ResponsesModel::new(endpoint)),
         };
         assert_eq!(request_reply(&*model, &prompt()).await.0.unwrap().text, "42");
         assert_eq!(scripted.requests()[0].headers[header], value);

@@ -22,6 +22,16 @@ async fn run_command(server: &Server, arguments: &[&str]) -> (i32, String, Strin
     (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
 }
 
+/// Runs the command against a server that this process has started.
+async fn run_against(address: &str, arguments: &[&str]) -> (i32, String, String) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+    command.args(["--server", &format!("http://{address}")]).args(arguments);
+    command.env_remove("TOOLCRIB_KEY").env("NO_COLOR", "1");
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
 fn parse_lines(text: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -227,4 +237,106 @@ async fn a_continued_run_prints_nothing_of_its_history() {
     let again = ["run", "--resume", id, "--server", &proxy];
     let (code, stdout, stderr) = run_command(&server, &again).await;
     assert_eq!((code, stdout.trim()), (0, "Last."), "{stderr}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_of_runs_is_not_sent_to_the_model() {
+    let model = ScriptedModel::start_with_replies([text_reply("Hello.")]).await.unwrap();
+    let server = Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
+    for words in [&["run", "ls"][..], &["run", "show", "run_1"], &["run", "cancel", "run_1"]] {
+        let (code, _, stderr) = run_command(&server, words).await;
+        assert_eq!(code, 2, "{stderr}");
+        let command = format!("toolcrib runs {}", words[1..].join(" "));
+        assert!(stderr.contains(&command), "{stderr}");
+    }
+    let (code, _, stderr) = run_command(&server, &["run", "What", "is", "it?"]).await;
+    assert_eq!(code, 2);
+    assert!(stderr.contains("toolcrib run 'What is it?'"), "{stderr}");
+    assert_eq!(model.requests().len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn runs_are_listed_shown_followed_and_canceled() {
+    let model = ScriptedModel::start_with_replies([
+        eval("c1", "6*7"),
+        text_reply("It is 42."),
+        toolcrib_bench::model::tool_call_reply("c1", "slow__tool", &json!({})),
+    ])
+    .await
+    .unwrap();
+    let url = model.url.clone();
+    let server = crate::support::Server::with(|config| {
+        config.llm.base_url = Some(url);
+        config.llm.model = Some("large-1".into());
+    })
+    .await;
+    let api = server.api();
+    let run = super::run_to_end(&api, super::question("What is 6 * 7?")).await;
+    let id = run["run_id"].as_str().unwrap();
+    let toolcrib = async |words: &[&str]| run_against(&server.address, words).await;
+    let (code, stdout, stderr) = toolcrib(&["runs"]).await;
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains(id) && stdout.contains("SUCCEEDED"), "{stdout}");
+    let (_, stdout, _) = toolcrib(&["runs", "ls", "--status", "failed"]).await;
+    assert!(!stdout.contains(id), "{stdout}");
+    let (code, stdout, _) = toolcrib(&["runs", "show", id]).await;
+    assert_eq!(code, 0);
+    assert!(stdout.contains("It is 42.") && stdout.contains("calculation.eval"), "{stdout}");
+    let (code, stdout, stderr) = toolcrib(&["runs", "follow", id]).await;
+    assert_eq!((code, stdout.trim()), (0, "It is 42."), "{stderr}");
+    assert!(stderr.contains("✓ calculation.eval"), "{stderr}");
+    let tool = json!([{ "name": "slow.tool", "timeout_ms": 60_000 }]);
+    api.register("c1", tool).await;
+    let run = api.post("/v1/runs", super::question("Slow")).await.is(202);
+    let id = run["run_id"].as_str().unwrap();
+    let (code, _, stderr) = toolcrib(&["runs", "cancel", id, "--reason", "enough"]).await;
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("CANCELED"), "{stderr}");
+    assert_eq!(api.get(&format!("/v1/runs/{id}")).await.is(200)["status"], "CANCELED");
+    let (code, _, stderr) = toolcrib(&["runs", "show", "run_nobody"]).await;
+    assert_eq!(code, 1);
+    assert!(stderr.contains("there is no run"), "{stderr}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_of_a_chat_completion_can_be_followed_to_its_end() {
+    let model = ScriptedModel::start_with_replies([
+        toolcrib_bench::model::tool_call_reply("c1", "slow__tool", &json!({})),
+        text_reply("Done."),
+    ])
+    .await
+    .unwrap();
+    let url = model.url.clone();
+    let server = crate::support::Server::with(|config| {
+        config.llm.base_url = Some(url);
+        config.llm.model = Some("large-1".into());
+    })
+    .await;
+    let api = server.api();
+    api.register("c1", json!([{ "name": "slow.tool", "timeout_ms": 60_000 }])).await;
+    let chat = json!({ "model": "large-1", "messages": [{ "role": "user", "content": "Hi" }],
+        "toolcrib": { "run_id": "run_chat" } });
+    let chatting = api.post("/v1/chat/completions", chat);
+    let answering = async {
+        let mut events = api.follow("/v1/runs/run_chat/events", None).await;
+        let requested = events.wait_for("tool.call.requested").await;
+        let address = server.address.clone();
+        let following =
+            tokio::spawn(
+                async move { run_against(&address, &["run", "--follow", "run_chat"]).await },
+            );
+        api.succeed(requested.data["tool_call_id"].as_str().unwrap(), json!("ok")).await;
+        following.await.unwrap()
+    };
+    let (reply, (code, _, stderr)) = tokio::join!(chatting, answering);
+    assert_eq!(reply.is(200)["choices"][0]["message"]["content"], "Done.");
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("→ slow.tool") && stderr.contains("✓ slow.tool"), "{stderr}");
+    // Afterwards too, and an id without calls is refused.
+    let (code, _, stderr) = run_against(&server.address, &["runs", "follow", "run_chat"]).await;
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("✓ slow.tool"), "{stderr}");
+    let (code, _, stderr) = run_against(&server.address, &["run", "--follow", "run_none"]).await;
+    assert_eq!(code, 1, "{stderr}");
+    assert!(stderr.contains("there is no run"), "{stderr}");
 }

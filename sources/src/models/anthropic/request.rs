@@ -8,10 +8,12 @@
 use serde_json::{Map, Value, json};
 use toolcrib::ports::model::ModelRequest;
 
-/// Returns the body of a request.
-pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32) -> Value {
+/// Returns the body of a request. With `native_search`, tools that a search of the model found are
+/// deferred tools, to which the result of the search refers: the API keeps them out of the prompt's
+/// prefix, so that its cache holds.
+pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32, native_search: bool) -> Value {
     let settings = &prompt.settings;
-    let (system, messages) = convert_messages(&prompt.messages);
+    let (system, messages) = convert_messages(prompt, native_search);
     let limit = ["max_completion_tokens", "max_tokens"].iter().find_map(|k| settings.get(*k));
     let limit = limit.filter(|limit| !limit.is_null());
     let mut body = json!({
@@ -35,7 +37,12 @@ pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32) -> Value {
     if let Some(user) = settings.get("user").and_then(Value::as_str) {
         body["metadata"] = json!({ "user_id": user });
     }
-    let tools: Vec<Value> = prompt.tools.iter().filter_map(convert_tool).collect();
+    let mut tools: Vec<Value> = prompt.tools.iter().filter_map(convert_tool).collect();
+    for tool in tools.iter_mut().filter(|_| native_search) {
+        if prompt.found_tools.iter().any(|found| tool["name"] == found.name.as_str()) {
+            tool["defer_loading"] = true.into();
+        }
+    }
     if tools.is_empty() {
         let used = used_tool_names(&messages);
         if !used.is_empty() {
@@ -84,10 +91,10 @@ fn convert_tool_choice(settings: &Map<String, Value>) -> Option<Value> {
 }
 
 /// Returns the system prompt, and the messages of user and assistant in alternation.
-fn convert_messages(messages: &[Value]) -> (String, Vec<Value>) {
+fn convert_messages(prompt: &ModelRequest, native_search: bool) -> (String, Vec<Value>) {
     let mut system: Vec<String> = Vec::new();
     let mut turns: Vec<(&str, Vec<Value>)> = Vec::new();
-    for message in messages {
+    for message in &prompt.messages {
         let content = message.get("content").unwrap_or(&Value::Null);
         let (role, blocks) = match message.get("role").and_then(Value::as_str) {
             Some("system" | "developer") => {
@@ -100,13 +107,29 @@ fn convert_messages(messages: &[Value]) -> (String, Vec<Value>) {
                 blocks.extend(calls.into_iter().flatten().map(tool_use_block));
                 ("assistant", blocks)
             }
-            Some("tool") => ("user", vec![tool_result_block(message, content)]),
+            Some("tool") => {
+                let mut block = tool_result_block(message, content);
+                let references = tool_references(prompt, message);
+                if native_search && !references.is_empty() {
+                    block["content"] = references.into();
+                }
+                ("user", vec![block])
+            }
             _ => ("user", content_blocks(content)),
         };
         match turns.last_mut() {
             Some((last, turn)) if *last == role => turn.extend(blocks),
             _ if blocks.is_empty() => {}
             _ => turns.push((role, blocks)),
+        }
+    }
+    system.extend(prompt.guidance.clone());
+    // The state of the calls differs in every request. At the end it leaves the prefix unchanged.
+    if let Some(state) = &prompt.pending_state {
+        let block = json!({ "type": "text", "text": state });
+        match turns.last_mut() {
+            Some(("user", turn)) => turn.push(block),
+            _ => turns.push(("user", vec![block])),
         }
     }
     let turn = |(role, content)| json!({ "role": role, "content": Value::Array(content) });
@@ -160,6 +183,13 @@ fn tool_use_block(call: &Value) -> Value {
 fn tool_result_block(message: &Value, content: &Value) -> Value {
     let id = sanitize_id(message.get("tool_call_id"));
     json!({ "type": "tool_result", "tool_use_id": id, "content": content_text(content) })
+}
+
+/// Returns references to the tools that the search with this result found.
+fn tool_references(prompt: &ModelRequest, message: &Value) -> Vec<Value> {
+    let id = message.get("tool_call_id").and_then(Value::as_str);
+    let found = prompt.found_tools.iter().filter(|found| id == Some(found.call_id.as_str()));
+    found.map(|found| json!({ "type": "tool_reference", "tool_name": found.name })).collect()
 }
 
 /// Replaces the characters that this API refuses in an id. Other endpoints may have issued it.

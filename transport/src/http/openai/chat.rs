@@ -41,8 +41,9 @@ pub(super) struct ChatBody {
     /// True to receive the response as server-sent events.
     stream: Option<bool>,
     /// Options for Toolcrib: `tools` (names and patterns of its tools to offer; default: all that
-    /// the caller may call), `run_id`, `limits`, `policy`, `wait_ms`, `rejoin` (false: never join
-    /// the conversation of an earlier identical request).
+    /// the caller may call), `tool_mode` (`auto`, `all`, `search` or `pinned`), `pinned_tools`,
+    /// `run_id`, `limits`, `policy`, `wait_ms`, `rejoin` (false: never join the conversation of an
+    /// earlier identical request).
     #[schema(value_type = Option<Object>)]
     toolcrib: Option<Value>,
 }

@@ -20,10 +20,11 @@ use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
 use toolcrib::domain::run::handoff::{ActiveAgent, Handoff};
 use toolcrib::domain::run::options::RunOptions;
-use toolcrib::domain::run::progress::{Conversation, TerminatingCall};
+use toolcrib::domain::run::progress::{Conversation, FinalAnswer, TerminatingCall};
 use toolcrib::ports::model::{Delta, ResolvedModel};
 use toolcrib::runs::agent_loop::{
     AgentLoop, EventSink as LoopEventSink, LoopEvent, StepOutcome, check_messages,
+    check_pinned_tools,
 };
 use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
 use toolcrib::{Caller, Engine};
@@ -168,6 +169,8 @@ impl OpenAiConversation {
         if let Some((field, reason)) = extras.policy.invalid_field(parallel, wait_ms) {
             return Err(invalid_field(&format!("toolcrib.policy.{field}"), reason));
         }
+        check_pinned_tools(extras.tool_mode, extras.pinned_tools.as_deref())
+            .map_err(prefix_pointer)?;
         let Input { instructions, messages, tools } = input;
         check_tools(&tools)?;
         check_messages(&messages)?;
@@ -182,6 +185,8 @@ impl OpenAiConversation {
         let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
         let options = RunOptions {
             tools: extras.tools,
+            tool_mode: extras.tool_mode,
+            pinned_tools: extras.pinned_tools,
             caller_tools: tools,
             settings: fields.0,
             limits: extras.limits,
@@ -291,19 +296,20 @@ impl OpenAiConversation {
             _ => {}
         };
         let (next, handoffs) = self.run_agents(live, &event_sink, call_summaries).await?;
+        let mut metadata = json!({ "run_id": self.options.run_id, "limit_reached": null });
         let mut terminated_by = None;
-        let (text, calls, finish_reason, limit) = match next {
+        let (text, calls, finish_reason) = match next {
             StepOutcome::Answered(answer) => {
+                let answer = self.complete_answer(answer, &mut metadata);
                 terminated_by = answer.terminated_by;
-                let limit = answer.stop_reason.map(|reason| reason.as_str());
-                (answer.text, Vec::new(), answer.finish_reason, limit)
+                (answer.text, Vec::new(), answer.finish_reason)
             }
             StepOutcome::CallerToolCalls(calls) => {
                 let calls = self.save_unseen_messages(calls).await?;
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 // A response that was cut off may contain calls with incomplete arguments.
                 let finish_reason = *finish_reason.lock();
-                (text, calls, finish_reason, None)
+                (text, calls, finish_reason)
             }
             StepOutcome::AwaitingResults
             | StepOutcome::Suspended
@@ -312,15 +318,15 @@ impl OpenAiConversation {
                 let text = last_assistant_text(&self.conversation.messages[self.known_messages..]);
                 let still_running = || "It continues in the background.".to_owned();
                 let text = Some(text).filter(|text| !text.is_empty()).unwrap_or_else(still_running);
-                (text, Vec::new(), FinishReason::Stop, None)
+                (text, Vec::new(), FinishReason::Stop)
             }
         };
         // The answer that a result makes is not the model's text, which may precede it.
         deduplicator.lock().finish(&text, terminated_by.is_some());
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
-        let mut metadata = json!({ "run_id": self.options.run_id, "steps": progress.steps,
-            "tool_calls": *call_summaries.lock(), "limit_reached": limit });
+        metadata["steps"] = progress.steps.into();
+        metadata["tool_calls"] = call_summaries.lock().clone().into();
         add_ending(&mut metadata, terminated_by);
         if !handoffs.is_empty() {
             metadata["handoffs"] = json!(handoffs);
@@ -336,6 +342,20 @@ impl OpenAiConversation {
             metadata,
             conversation,
         })
+    }
+
+    /// Adds a note to the final answer if all calls failed. The metadata say so too, and name the
+    /// limit that was reached.
+    fn complete_answer(&self, mut answer: FinalAnswer, metadata: &mut Value) -> FinalAnswer {
+        if let Some(limit) = answer.stop_reason {
+            metadata["limit_reached"] = limit.as_str().into();
+        }
+        let failure = self.conversation.progress.describe_total_failure();
+        if let Some(failure) = failure.filter(|_| answer.terminated_by.is_none()) {
+            answer.append_note(&failure, &self.options.settings);
+            metadata["failure"] = failure.into();
+        }
+        answer
     }
 
     /// Runs the agent loop, with another agent after each handoff, until it has an outcome for the
@@ -506,7 +526,11 @@ fn assistant_texts(messages: &[Value], last: &str) -> Vec<String> {
     let texts = messages.iter().filter(|message| message["role"] == "assistant");
     let texts = texts.filter_map(|message| message["content"].as_str());
     let mut texts: Vec<String> = texts.filter(|t| !t.is_empty()).map(str::to_owned).collect();
-    if !last.is_empty() && texts.last().is_none_or(|text| text != last) {
+    // The last text may have a note at its end that the conversation does not have.
+    if texts.last().is_some_and(|text| last.starts_with(text.as_str())) {
+        texts.pop();
+    }
+    if !last.is_empty() {
         texts.push(last.to_owned());
     }
     texts

@@ -3,6 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use toolcrib::domain::run::options::{ExecutionOptions, RunLimits};
+use toolcrib::domain::run::tool_mode::ToolMode;
 
 use crate::http::openai::error::{OpenAiError, invalid_field};
 
@@ -15,6 +16,10 @@ pub(super) struct RequestFields(pub(super) Map<String, Value>);
 pub(super) struct ToolcribOptions {
     /// Names and patterns of Toolcrib's tools to offer (default: all that the caller may call).
     pub(super) tools: Option<Vec<String>>,
+    /// Tool definitions that the model receives: `auto`, `all`, `search` or `pinned`.
+    pub(super) tool_mode: Option<ToolMode>,
+    /// Names and patterns of the tools that every request offers in `search` and `pinned`.
+    pub(super) pinned_tools: Option<Vec<String>>,
     /// Run that the calls belong to (default: a new run).
     pub(super) run_id: Option<String>,
     pub(super) limits: RunLimits,

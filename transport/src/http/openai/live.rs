@@ -155,7 +155,9 @@ impl LiveConversation {
             self.set_delivery(delivery);
         }
         let (running, ended) = (Box::pin(run(self.clone())), EndedOnDrop(self.clone()));
+        let active = self.engine.runs().conversations().register_active(&self.caller, &self.run_id);
         let task = tokio::spawn(async move {
+            let _active = active;
             let end = running.await;
             ended.0.update(|state| state.end = Some(Arc::new(end)));
         });

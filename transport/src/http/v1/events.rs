@@ -38,7 +38,7 @@ pub(super) type SseResponse = Sse<
 #[into_params(parameter_in = Query)]
 pub(super) struct EventStreamQuery {
     /// Only events after this number. The header `Last-Event-ID` takes precedence.
-    after: Option<u64>,
+    pub(super) after: Option<u64>,
 }
 
 /// Streams the events of one call until it ends.

@@ -24,6 +24,15 @@ pub(crate) struct RunBody {
     /// caller may call).
     #[schema(value_type = Option<Vec<String>>)]
     tools: Option<Value>,
+    /// Tool definitions that the model receives: `auto` (all of them up to a threshold, else
+    /// `search`), `all`, `search` (the pinned ones, those that the run has used or found, and a
+    /// tool search) or `pinned` (default: the agent's setting).
+    #[schema(value_type = Option<String>)]
+    tool_mode: Option<Value>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and `pinned`
+    /// (default: the agent's setting).
+    #[schema(value_type = Option<Vec<String>>)]
+    pinned_tools: Option<Value>,
     /// Execution of the calls.
     #[schema(value_type = Option<PolicyBody>)]
     policy: Option<Value>,
@@ -173,6 +182,12 @@ impl RunBody {
             model: model.ok_or_else(|| invalid_field("model", "is missing"))?,
             messages: messages.ok_or_else(|| invalid_field("messages", "is missing"))?,
             tools: parse_field("tools", self.tools.as_ref(), tools)?,
+            tool_mode: parse_field(
+                "tool_mode",
+                self.tool_mode.as_ref(),
+                "must be auto, all, search or pinned",
+            )?,
+            pinned_tools: parse_field("pinned_tools", self.pinned_tools.as_ref(), tools)?,
             settings,
             limits: limits.unwrap_or_default(),
             execution_options: acting.unwrap_or_default(),

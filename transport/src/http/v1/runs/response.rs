@@ -36,7 +36,7 @@ pub(crate) struct RunSummary {
     /// The call whose outcome the end of the run is.
     #[serde(skip_serializing_if = "Option::is_none")]
     tool_call_id: Option<String>,
-    /// The final answer.
+    /// The final answer. A failed run has one if all its tool calls failed and the model answered.
     answer: Option<String>,
     /// The limit that made Toolcrib request the final answer: `steps`, `calls`, `tokens`, `time`,
     /// `repeats` or `failures`.
@@ -131,6 +131,11 @@ pub(crate) struct RunDetailBody {
     #[schema(value_type = Object)]
     limits: Value,
     tools: Option<Vec<String>>,
+    /// Tool definitions that the model receives, if the run sets it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tool_mode: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pinned_tools: Option<Vec<String>>,
     /// True if the request joined this run, whose answer had not been delivered.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(super) joined: bool,
@@ -239,6 +244,8 @@ pub(crate) async fn run_detail(
         messages: messages.collect(),
         limits: serde_json::to_value(&run.options.limits).unwrap_or_default(),
         tools: run.options.tools.clone(),
+        tool_mode: run.options.tool_mode.map(|mode| mode.as_str()),
+        pinned_tools: run.options.pinned_tools.clone(),
         joined: false,
     })
 }

@@ -11,16 +11,18 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::Event as Message;
 use futures::stream;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use toolcrib::domain::fault::Error;
 use toolcrib::domain::run::{JournalEntry, JournalKind, RunEvent};
 use toolcrib::runs::{RunDelta, RunSubscription};
 use toolcrib::{Caller, Engine};
+use utoipa::IntoParams;
 
 use super::super::events::{EventStreamQuery, SseResponse, into_sse, resume_position};
 use crate::auth::RequestCredentials;
 use crate::http::HttpState;
-use crate::http::extract::{AuthenticatedCaller, NamePath, QueryParams};
+use crate::http::extract::{AuthenticatedCaller, NamePath, QueryParams, invalid_parameter};
 use crate::http::problem::ApiError;
 use crate::http::wire::event_json;
 
@@ -44,6 +46,29 @@ struct RunEventStream {
     buffered: VecDeque<RunDelta>,
     order: StreamPosition,
     reading: Option<PendingRead>,
+    /// True if the stream of a run id that only groups calls ends when the run is idle.
+    ends_when_idle: bool,
+}
+
+/// Query of a run's event stream.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(in super::super) struct RunStreamQuery {
+    /// Only events after this number. The header `Last-Event-ID` takes precedence.
+    after: Option<u64>,
+    /// `idle`: the stream of a run id that only groups calls, such as that of a chat completion,
+    /// ends when the run has no open call and no conversation in progress.
+    until: Option<String>,
+}
+
+impl RunStreamQuery {
+    fn ends_when_idle(&self) -> Result<bool, Error> {
+        match self.until.as_deref() {
+            None | Some("") => Ok(false),
+            Some("idle") => Ok(true),
+            Some(_) => Err(invalid_parameter("until", "until must be idle")),
+        }
+    }
 }
 
 /// The position of the stream within the run.
@@ -76,20 +101,22 @@ impl StreamPosition {
 /// For a run that Toolcrib drives, the stream includes the model's output as it is generated, and
 /// ends with the run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
-    params(("run_id" = String, Path, description = "The run"), EventStreamQuery,
+    params(("run_id" = String, Path, description = "The run"), RunStreamQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
 pub(in super::super) async fn run_events(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
-    QueryParams(from): QueryParams<EventStreamQuery>,
+    QueryParams(query): QueryParams<RunStreamQuery>,
     headers: HeaderMap,
     credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
-    let after = resume_position(&headers, &from)?.unwrap_or(0);
+    let ends_when_idle = query.ends_when_idle()?;
+    let after = resume_position(&headers, &EventStreamQuery { after: query.after })?.unwrap_or(0);
     let subscription = state.engine.runs().streams().subscribe(&caller, &run_id).await?;
-    Ok(stream_run(state.engine, credentials, run_id, after, subscription))
+    let events = open_stream(state.engine, credentials, run_id, after, subscription);
+    Ok(send_stream(RunEventStream { ends_when_idle, ..events }))
 }
 
 /// Streams a run until it ends. A run id that only groups calls has no end, and neither has its
@@ -101,11 +128,20 @@ pub(super) fn stream_run(
     after: u64,
     subscription: RunSubscription,
 ) -> SseResponse {
+    send_stream(open_stream(engine, credentials, run_id, after, subscription))
+}
+
+fn open_stream(
+    engine: Engine,
+    credentials: RequestCredentials,
+    run_id: String,
+    after: u64,
+    subscription: RunSubscription,
+) -> RunEventStream {
     // The run's first journal entry precedes all deltas.
     let order = StreamPosition { step: (after == 0).then_some(0), calls_pending: after == 0 };
     let (page, buffered) = (VecDeque::new(), VecDeque::new());
-    let reading = None;
-    let following = RunEventStream {
+    RunEventStream {
         engine,
         caller: credentials.caller().clone(),
         credentials,
@@ -115,8 +151,12 @@ pub(super) fn stream_run(
         live: subscription,
         buffered,
         order,
-        reading,
-    };
+        reading: None,
+        ends_when_idle: false,
+    }
+}
+
+fn send_stream(following: RunEventStream) -> SseResponse {
     into_sse(stream::unfold(following, async |mut following| {
         let message = following.next().await?;
         Some((Ok(message), following))
@@ -147,12 +187,13 @@ impl RunEventStream {
             let reading = self.reading.get_or_insert_with(|| {
                 let (engine, caller) = (self.engine.clone(), self.caller.clone());
                 let (run_id, after) = (self.run_id.clone(), self.after);
+                let (limit, ends_when_idle) = (RUN_EVENT_PAGE_SIZE, self.ends_when_idle);
                 Box::pin(async move {
-                    engine
-                        .runs()
-                        .streams()
-                        .events(&caller, &run_id, after, RUN_EVENT_PAGE_SIZE)
-                        .await
+                    let streams = engine.runs().streams();
+                    match ends_when_idle {
+                        true => streams.events_until_idle(&caller, &run_id, after, limit).await,
+                        false => streams.events(&caller, &run_id, after, limit).await,
+                    }
                 })
             });
             tokio::select! {
