@@ -28,8 +28,10 @@ use commit::approval_index::ApprovalIndex;
 use dependents::Dependents;
 use futures::future::BoxFuture;
 use limiter::ConcurrencyLimiter;
+use observer::CallTelemetry;
 use open_calls::OpenCalls;
 use rejoin::Rejoin;
+use target::{SlotLimits, TargetBuilder};
 use tokio::sync::Notify;
 use tokio_util::task::TaskTracker;
 
@@ -64,7 +66,10 @@ pub struct Dispatcher {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) client_queue: Arc<ClientQueue>,
-    pub(crate) sources: HashMap<Executor, Arc<dyn Source>>,
+    pub(crate) sources: Arc<HashMap<Executor, Arc<dyn Source>>>,
+    pub(crate) targets: TargetBuilder,
+    pub(crate) slot_limits: SlotLimits,
+    pub(crate) telemetry: CallTelemetry,
     pub(crate) open_calls: OpenCalls,
     pub(crate) dependents: Dependents,
     pub(crate) limiter: Arc<ConcurrencyLimiter>,
@@ -97,7 +102,11 @@ impl Dispatcher {
         sources: HashMap<Executor, Arc<dyn Source>>,
     ) -> Self {
         let wall_offset_ms = AtomicI64::new(core.clock.wall_offset_ms());
+        let sources = Arc::new(sources);
         Self {
+            targets: TargetBuilder { core: core.clone(), sources: sources.clone() },
+            slot_limits: SlotLimits { core: core.clone(), registry: registry.clone() },
+            telemetry: CallTelemetry { core: core.clone(), registry: registry.clone() },
             core,
             registry,
             client_queue,

@@ -16,7 +16,7 @@ use crate::clients::Clients;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, EngineLimits, from_store_error};
 use crate::ports::source::SourceHealth;
-use crate::registry::{Admin, Registry};
+use crate::registry::{Admin, Projects, Registry, Upstreams};
 use crate::runs::Runs;
 use crate::utp::Utp;
 use crate::webhooks::Webhooks;
@@ -28,6 +28,8 @@ pub use builder::EngineBuilder;
 pub struct Engine {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
+    pub(crate) projects: Arc<Projects>,
+    pub(crate) upstreams: Arc<Upstreams>,
     pub(crate) admin: Arc<Admin>,
     pub(crate) clients: Arc<Clients>,
     pub(crate) calls: Arc<Calls>,
@@ -58,9 +60,19 @@ impl Engine {
         &self.clients
     }
 
-    /// Finds tools, projects and agents, and decides who may use them.
+    /// Finds tools and agents, and decides who may use them.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
+    }
+
+    /// Creates projects and defines their tools.
+    pub fn projects(&self) -> &Arc<Projects> {
+        &self.projects
+    }
+
+    /// Holds the MCP servers that tools are imported from.
+    pub fn upstreams(&self) -> &Arc<Upstreams> {
+        &self.upstreams
     }
 
     /// Runs agents: the agent loop, stored runs and their contexts.
@@ -78,7 +90,7 @@ impl Engine {
         &self.webhooks
     }
 
-    /// Changes keys, access rules and upstreams, and reads the audit log.
+    /// Changes keys, access rules, limits and kill switches, and reads the audit log.
     pub fn admin(&self) -> &Arc<Admin> {
         &self.admin
     }

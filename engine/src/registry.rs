@@ -18,19 +18,17 @@ pub(crate) mod sign_ins;
 pub(crate) mod switches;
 pub(crate) mod upstreams;
 use std::collections::HashSet;
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 use search::SearchIndexes;
-use sign_ins::SignInLog;
 
 use crate::domain::caller::Authenticator;
 use crate::ports::core::Core;
 
 pub use authorize::AccessRequest;
 pub use catalog::{Catalog, CatalogEntry, ClientRegistration, RESULT_READ, compile_definitions};
-pub use credentials::{Credentials, OperatorCredential};
+pub use credentials::{CredentialVerifier, Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};
 pub use model_tool_names::name_for_model;
 pub use projects::check_array_items;
@@ -40,18 +38,9 @@ pub use session_tokens::{CreatedSessionToken, MAX_SESSION_TOKEN_TTL_MS, NewSessi
 /// The directory in memory, and the only writer of the stored one.
 pub struct Registry {
     pub(crate) core: Arc<Core>,
-    catalog: RwLock<Arc<Catalog>>,
+    catalog: Arc<SharedCatalog>,
+    pub(crate) credentials: CredentialVerifier,
     search_indexes: SearchIndexes,
-    /// Authenticates callers that have no API key.
-    authenticator: Option<Arc<dyn Authenticator>>,
-    /// Authenticates the operator; `None` if this server has no operator token.
-    operator: Option<OperatorCredential>,
-    /// Milliseconds by which credentials take the time to be ahead of the clock, because a process
-    /// recorded a later time before.
-    time_floor_ms: AtomicU64,
-    /// Time of day that this process recorded last, in Unix milliseconds.
-    recorded_time_ms: AtomicU64,
-    sign_ins: SignInLog,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
@@ -61,7 +50,32 @@ pub struct Registry {
     listeners: OnceLock<Vec<Arc<dyn DirectoryListener>>>,
 }
 
-/// Administration of keys, access rules and upstreams, on top of the registry.
+/// The catalog in force. Each change of the directory replaces it as a whole.
+struct SharedCatalog(RwLock<Arc<Catalog>>);
+
+impl SharedCatalog {
+    fn load(&self) -> Arc<Catalog> {
+        self.0.read().clone()
+    }
+
+    fn replace(&self, next: Arc<Catalog>) {
+        *self.0.write() = next;
+    }
+}
+
+/// Projects and the tools that they define, on top of the registry.
+pub struct Projects {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+}
+
+/// The MCP servers that tools are imported from, on top of the registry.
+pub struct Upstreams {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+}
+
+/// Administration of keys, access rules, limits and kill switches, on top of the registry.
 pub struct Admin {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
@@ -86,19 +100,23 @@ impl Registry {
         tool_names_in_metrics: Option<bool>,
     ) -> Self {
         let catalog = shared_tools.with_settings(core.clock.clone(), &core.policies);
+        let catalog = Arc::new(SharedCatalog(RwLock::new(Arc::new(catalog))));
+        let credentials =
+            CredentialVerifier::new(core.clone(), catalog.clone(), authenticator, operator);
         Self {
             core,
-            catalog: RwLock::new(Arc::new(catalog)),
+            catalog,
+            credentials,
             search_indexes: SearchIndexes::default(),
-            authenticator,
-            operator,
-            time_floor_ms: AtomicU64::default(),
-            recorded_time_ms: AtomicU64::default(),
-            sign_ins: SignInLog::default(),
             directory_lock: tokio::sync::Mutex::new(()),
             tool_names_in_metrics,
             listeners: OnceLock::new(),
         }
+    }
+
+    /// Returns the part that authenticates callers.
+    pub fn credentials(&self) -> &CredentialVerifier {
+        &self.credentials
     }
 
     /// Registers the parts that follow directory changes. Later calls have no effect.

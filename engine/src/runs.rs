@@ -28,13 +28,12 @@ use crate::runs::context::ResultListener;
 
 pub use active::StartedRun;
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
-pub use conversations::{
-    ActiveConversation, ConversationCheckpoint, Conversations, SavedConversation,
-};
+pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
 pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};
 pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use stream::{ActiveConversation, RunStreams};
 pub use subscribers::{RunDelta, RunSubscription};
 
 /// Runs of agents: one stored agent loop each, and the context of its calls.
@@ -51,7 +50,8 @@ pub struct Runs {
     pub(crate) tool_modes: ToolModeSettings,
     /// Listeners for the results of every run.
     pub(crate) result_listeners: Vec<ResultListener>,
-    pub(crate) active_runs: ActiveRuns,
+    pub(crate) active_runs: Arc<ActiveRuns>,
+    pub(crate) streams: RunStreams,
     pub(crate) conversations: Conversations,
 }
 
@@ -59,6 +59,11 @@ impl Runs {
     /// Returns the language models that are configured.
     pub fn models(&self) -> &Arc<dyn ModelResolver> {
         &self.models
+    }
+
+    /// Returns the events and deltas of runs.
+    pub fn streams(&self) -> &RunStreams {
+        &self.streams
     }
 
     /// Returns the conversations behind responses of OpenAI's API.

@@ -2,6 +2,7 @@
 
 pub(crate) mod cards;
 pub(crate) mod inbox;
+pub(crate) mod outbox;
 pub(crate) mod reports;
 pub(crate) mod shared_tables;
 pub(crate) mod turns;
@@ -18,7 +19,9 @@ use crate::ports::core::Core;
 use crate::registry::Registry;
 
 pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
+pub use outbox::Outbox;
 pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
+pub use shared_tables::WrittenReports;
 pub use turns::{
     DispatchRequest, DispatchedStep, ResumedTurn, StepCallRequest, StepResult, TurnFinish,
     TurnLeaseRequest,
@@ -30,10 +33,24 @@ pub struct Utp {
     pub(crate) registry: Arc<Registry>,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) calls: Arc<Calls>,
+    pub(crate) outbox: Outbox,
+    pub(crate) written_reports: WrittenReports,
     /// True if a publisher drains the outbox.
     pub(crate) publishes_outbox: bool,
     /// Trace contexts of the reports that are being processed, by call.
     pub(crate) report_traceparents: Mutex<HashMap<CallId, String>>,
+}
+
+impl Utp {
+    /// Returns the messages that wait to be published.
+    pub fn outbox(&self) -> &Outbox {
+        &self.outbox
+    }
+
+    /// Returns the reports that tool services write to tables of the store.
+    pub fn written_reports(&self) -> &WrittenReports {
+        &self.written_reports
+    }
 }
 
 impl EndedCallListener for Utp {

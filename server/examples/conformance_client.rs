@@ -200,7 +200,7 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
             Some((call["name"].as_str()?.to_owned(), to_arguments(&call["arguments"])))
         })
         .collect();
-    let tools = engine.admin().upstream_tools(&caller.project, NAME);
+    let tools = engine.upstreams().tools(&caller.project, NAME);
     let schema_of = |name: &str| {
         let has_name = |tool: &&std::sync::Arc<toolcrib::registry::CatalogEntry>| {
             tool.definition.name.strip_prefix("suite.") == Some(name)

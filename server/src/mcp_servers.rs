@@ -41,7 +41,7 @@ struct EngineUpstreamRegistry(Engine);
 #[async_trait]
 impl UpstreamRegistry for EngineUpstreamRegistry {
     fn accepted_tools(&self, project: &str, upstream: &str) -> BTreeMap<String, ToolDefinition> {
-        let tools = self.0.admin().upstream_tools(project, upstream);
+        let tools = self.0.upstreams().tools(project, upstream);
         let tools = tools.iter().map(|entry| entry.definition.clone());
         tools.map(|tool| (tool.name.clone(), tool)).collect()
     }
@@ -53,12 +53,12 @@ impl UpstreamRegistry for EngineUpstreamRegistry {
         tools: Vec<ToolDefinition>,
         reason: &str,
     ) -> Result<Vec<(String, String)>, String> {
-        let stored = self.0.admin().set_upstream_tools(project, upstream, tools, reason).await;
+        let stored = self.0.upstreams().set_tools(project, upstream, tools, reason).await;
         stored.map_err(|error| format!("its tools cannot be stored: {error}"))
     }
 
     async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, String> {
-        let found = self.0.admin().upstream_credential(project, upstream).await;
+        let found = self.0.upstreams().credential(project, upstream).await;
         found.map_err(|error| format!("its sign-in cannot be read: {error}"))
     }
 
@@ -68,7 +68,7 @@ impl UpstreamRegistry for EngineUpstreamRegistry {
         upstream: &str,
         grant: Option<String>,
     ) -> Result<(), String> {
-        let stored = self.0.admin().set_upstream_credential(project, upstream, grant).await;
+        let stored = self.0.upstreams().set_credential(project, upstream, grant).await;
         stored.map_err(|error| format!("its sign-in cannot be stored: {error}"))
     }
 
@@ -130,8 +130,8 @@ impl McpServerReconciler {
         let configured: HashSet<_> = desired.iter().map(key_of).collect();
         let stored = self
             .engine
-            .admin()
             .upstreams()
+            .list_all()
             .into_iter()
             .filter(|upstream| upstream.kind == MCP_UPSTREAM_KIND);
         desired.extend(
@@ -150,12 +150,12 @@ impl McpServerReconciler {
     /// any more.
     async fn forget_removed_servers(&self) {
         let desired = self.desired_servers();
-        let mut keys = self.engine.admin().upstreams_with_tools();
-        keys.extend(self.engine.admin().upstreams_with_credentials().await.unwrap_or_default());
+        let mut keys = self.engine.upstreams().list_with_tools();
+        keys.extend(self.engine.upstreams().list_with_credentials().await.unwrap_or_default());
         for (project, name) in keys {
             let is_desired = desired.iter().any(|u| u.project == project && u.name == name);
             if !is_desired
-                && let Err(error) = self.engine.admin().remove_upstream_tools(&project, &name).await
+                && let Err(error) = self.engine.upstreams().remove_tools(&project, &name).await
             {
                 tracing::warn!(upstream = name, %error, "cannot remove its tools");
             }

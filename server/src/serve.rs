@@ -97,7 +97,7 @@ async fn bind(address: &str) -> anyhow::Result<TcpListener> {
 /// Refuses to listen beyond loopback while there are no keys: without keys every request may call
 /// every tool.
 fn require_keys_or_loopback(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
-    if address.ip().is_loopback() || engine.registry().has_keys() {
+    if address.ip().is_loopback() || engine.registry().credentials().has_keys() {
         return Ok(());
     }
     bail!(
@@ -129,7 +129,7 @@ fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
     }
     let base = crate::config::local_url(address);
     let program = std::env::args().next().unwrap_or_else(|| "toolcrib".to_owned());
-    let (keys, key_flag, key_header) = match engine.registry().has_keys() {
+    let (keys, key_flag, key_header) = match engine.registry().credentials().has_keys() {
         true => {
             ("needed: toolcrib keys".to_owned(), " --key KEY", " -H 'Authorization: Bearer KEY'")
         }

@@ -75,7 +75,8 @@ pub(crate) fn authenticate_request(
     extensions: &Extensions,
 ) -> Result<RequestCredentials, Error> {
     let presented = PresentedCredentials::from_request(headers, extensions)?;
-    let sign_in = |credentials: &Credentials<'_>| engine.registry().authenticate(credentials);
+    let sign_in =
+        |credentials: &Credentials<'_>| engine.registry().credentials().authenticate(credentials);
     let AuthenticatedCaller { caller, expires_ms } = presented.identify_caller(engine, sign_in)?;
     if caller.auth_method == AuthMethod::Anonymous {
         origins.check(headers)?;
@@ -134,7 +135,7 @@ impl PresentedCredentials {
             authenticated.caller.project = self.requested_project()?;
             return Ok(authenticated);
         }
-        if engine.registry().has_keys() {
+        if engine.registry().credentials().has_keys() {
             let secret = secret.ok_or_else(|| {
                 let message = "this server needs a key: send Authorization: Bearer KEY";
                 Error::refused(Code::Unauthenticated, message)
@@ -208,8 +209,9 @@ impl RequestCredentials {
 
     /// Refuses if the credentials no longer authenticate the same caller.
     pub(crate) fn revalidate(&self, engine: &Engine) -> Result<(), Error> {
-        let again =
-            |credentials: &Credentials<'_>| engine.registry().authenticate_again(credentials);
+        let again = |credentials: &Credentials<'_>| {
+            engine.registry().credentials().authenticate_again(credentials)
+        };
         if self.presented.identify_caller(engine, again)?.caller == self.caller {
             return Ok(());
         }
@@ -223,7 +225,7 @@ impl RequestCredentials {
         let mut checked_version = None;
         loop {
             let version = registry.directory_version();
-            let has_ended = self.expires_ms.is_some_and(|ms| registry.credential_time_ms() >= ms);
+            let has_ended = self.expires_ms.is_some_and(|ms| registry.credentials().now_ms() >= ms);
             if checked_version != Some(version) || has_ended {
                 if let Err(error) = self.revalidate(engine) {
                     return error;
@@ -250,7 +252,9 @@ impl ProcessCredentials {
             peer: Some(Ipv4Addr::LOCALHOST.into()),
         };
         let origin = RequestOrigin { transport: Some("stdio".into()), ..RequestOrigin::default() };
-        let sign_in = |credentials: &Credentials<'_>| engine.registry().authenticate(credentials);
+        let sign_in = |credentials: &Credentials<'_>| {
+            engine.registry().credentials().authenticate(credentials)
+        };
         let signing_in = async { presented.identify_caller(engine, sign_in) };
         let AuthenticatedCaller { caller, expires_ms } =
             audit::with_origin(origin, signing_in).await?;

@@ -147,7 +147,7 @@ fn sender(request: &Message) -> String {
 /// Returns the caller for a request. A server without API keys allows everything, on this transport
 /// as on every other.
 fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
-    let (role, trust) = match engine.registry().has_keys() {
+    let (role, trust) = match engine.registry().credentials().has_keys() {
         true => (role, AuthMethod::Key),
         false => (Role::Admin, AuthMethod::Anonymous),
     };

@@ -31,7 +31,7 @@ impl Drop for PostgresReportsHandle {
 
 /// Starts the listener. Returns `None` when the store has no tables that other programs write to.
 pub fn start(engine: Engine) -> Option<PostgresReportsHandle> {
-    let changes = engine.utp().subscribe_written_reports()?;
+    let changes = engine.utp().written_reports().subscribe()?;
     let stop = CancellationToken::new();
     let stopped = stop.clone();
     tokio::spawn(async move {
@@ -60,7 +60,7 @@ async fn run_listener(engine: Engine, mut changes: watch::Receiver<u64>) {
 async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
     let mut after = 0;
     loop {
-        let page = engine.utp().written_reports(after, REPORT_PAGE_SIZE).await?;
+        let page = engine.utp().written_reports().pending(after, REPORT_PAGE_SIZE).await?;
         let Some(last) = page.last() else { return Ok(()) };
         after = last.number;
         for written in &page {
@@ -75,7 +75,7 @@ async fn ingest_pending_reports(engine: &Engine) -> Result<(), Error> {
                     ReportDisposition::Rejected
                 }
             };
-            engine.utp().record_report_disposition(written.number, disposition).await?;
+            engine.utp().written_reports().record_disposition(written.number, disposition).await?;
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Builds the call that a person approves with other arguments, in place of the one that waits.
 
 use super::Approvals;
-use crate::calls::accept::approval_request::rule_binding;
+use crate::calls::accept::approval_request::{enforce_unless_asked, rule_binding};
 use crate::calls::accept::decide_call;
-use crate::calls::request::CallRequest;
+use crate::calls::request::{CallRequest, validate_request};
 use crate::domain::call::approval::{Approval, CallApproval};
 use crate::domain::call::{Call, Hold};
 use crate::domain::caller::Caller;
@@ -48,14 +48,14 @@ impl Approvals {
         if let Some(tool) = &found {
             self.calls.prepare_schemas(&catalog, &caller, tool).await;
         }
-        let tool = self.calls.validate_request(&catalog, &caller, found, &mut request)?;
+        let tool = validate_request(&self.dispatcher, &catalog, &caller, found, &mut request)?;
         let mut call = self.calls.build_call(&catalog, &caller, &tool, request)?;
         call.max_retries = replaced.max_retries;
         // The requester waits for the replaced call, which takes over the outcome.
         call.origin.background = false;
         call.origin.replaces = Some(replaced.id.clone());
         let access = decide_call(&catalog, &caller, &call);
-        let ask = self.calls.enforce_unless_asked(&caller, &call, access).await?;
+        let ask = enforce_unless_asked(&self.registry, &caller, &call, access).await?;
         let mut binding = None;
         if let Some(ask) = ask {
             self.check_decider(decider, approval, &ask.approvers)?;

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
+use futures::future::BoxFuture;
 use futures::poll;
 use serde_json::json;
 
-use approval_request::BatchCalls;
+use approval_request::{BatchCalls, enforce_unless_asked, request_approval};
 
 use crate::calls::Calls;
 use crate::calls::commit::{Commit, CommitKind};
@@ -23,7 +24,7 @@ use crate::calls::observer::AttemptEnd;
 use crate::calls::open_calls::{CapacityExceeded, OpenCall, Reservation, limit_error};
 use crate::calls::rejoin::{PendingDelivery, request_digest};
 use crate::calls::request::{
-    CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments,
+    CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments, validate_request,
 };
 use crate::calls::speculative_read::{RunningSpeculation, Speculation, SpeculationResult};
 use crate::domain::access_rules::{AccessDecision, RuleAction};
@@ -40,6 +41,7 @@ use crate::ports::store::approvals::NewApproval;
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::AccessRequest;
+use crate::registry::authorize::enforce_decision;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
 
 /// Callback that receives a call which finished before its commit.
@@ -95,12 +97,15 @@ impl Calls {
     /// Accepts a call. The request has the tool's exact name or the name that models use
     /// ([`crate::registry::name_for_model`]). When this returns, the call is stored and will reach
     /// an outcome.
-    pub async fn invoke(
-        self: &Arc<Self>,
-        caller: &Caller,
+    ///
+    /// The future is boxed here, so that it is compiled in this crate, for speed, and not in the
+    /// crate that awaits it.
+    pub fn invoke<'a>(
+        self: &'a Arc<Self>,
+        caller: &'a Caller,
         request: CallRequest,
-    ) -> Result<Ticket, Error> {
-        self.invoke_in_batch(caller, request, BatchMembership::default()).await
+    ) -> BoxFuture<'a, Result<Ticket, Error>> {
+        Box::pin(self.invoke_in_batch(caller, request, BatchMembership::default()))
     }
 
     /// Accepts a call that is one entry of a batch.
@@ -124,7 +129,7 @@ impl Calls {
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;
         }
-        let fitting = self.validate_request(&catalog, caller, found, &mut request);
+        let fitting = validate_request(&self.dispatcher, &catalog, caller, found, &mut request);
         let fitting = fitting.and_then(|tool| check_is_on(&catalog, caller, tool));
         let key = build_idempotency_key(caller, &request);
         let may_rejoin = request.rejoin && key.is_none();
@@ -144,7 +149,7 @@ impl Calls {
             true => decide_call(&catalog, caller, &call),
             false => decision,
         };
-        let ask = self.enforce_unless_asked(caller, &call, decision).await?;
+        let ask = enforce_unless_asked(&self.registry, caller, &call, decision).await?;
         if let Some(before) = &membership.predecessor {
             set_predecessor(&mut call, before);
         }
@@ -162,7 +167,7 @@ impl Calls {
             if let Some(ticket) = self.join_waiting_call(&call, key.as_ref(), siblings).await? {
                 return Ok(ticket);
             }
-            approval = self.request_approval(&catalog, caller, &mut call, ask).await?;
+            approval = request_approval(&self.dispatcher, &catalog, caller, &mut call, ask).await?;
         }
         let accepting = self.clone().commit_call(call, key, undelivered, approval, membership);
         self.dispatcher.detach_on_drop(accepting).await
@@ -211,7 +216,7 @@ impl Calls {
             AccessRequest { run_id: Some(&request.run_id), ..AccessRequest::named(&request.tool) };
         let decision = catalog.authorize(caller, RuleAction::Invoke, &access);
         if decision.is_denied() {
-            self.registry.enforce_decision(caller, &request.tool, decision.clone()).await?;
+            enforce_decision(&self.registry, caller, &request.tool, decision.clone()).await?;
         }
         Ok(decision)
     }
@@ -223,7 +228,8 @@ impl Calls {
         caller: &Caller,
         tool: &Arc<Compiled>,
     ) {
-        let names = self.dispatcher.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
+        let names =
+            self.dispatcher.targets.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
         let fallbacks = names.filter_map(|name| catalog.find(&caller.project, name));
         for entry in std::iter::once(tool.clone()).chain(fallbacks) {
             // The usual case takes no time and no memory.
@@ -244,12 +250,12 @@ impl Calls {
         let args = parse_unique_args(&request.tool, &request.args)?;
         let now_ms = self.core.clock.wall_ms();
         let definition = &tool.definition;
-        let policy = self.resolve_policy(&caller.project, tool);
+        let policy = self.core.policies.resolve(&caller.project, &tool.definition);
         // The operator's timeout for this tool takes precedence over the definition's.
         let tool_override = self.core.policies.tools.get(&definition.name);
         let override_ms = tool_override.and_then(|tool| tool.policy.default_timeout_ms);
         let timeout_ms = request.timeout_ms.or(override_ms).unwrap_or(definition.timeout_ms);
-        let target = self.dispatcher.build_target(tool, request.args.clone());
+        let target = self.dispatcher.targets.build_target(tool, request.args.clone());
         let mut call = Call {
             id: self.core.id_generator.next_call_id(now_ms),
             project: caller.project.clone(),
@@ -298,26 +304,9 @@ impl Calls {
             version: 1,
         };
         prepare_arguments(tool, &args, &mut call, self.core.limits.max_args_bytes)?;
-        call.fallbacks = self.dispatcher.resolve_fallbacks(catalog, caller, tool, &args, &call);
+        call.fallbacks =
+            self.dispatcher.targets.resolve_fallbacks(catalog, caller, tool, &args, &call);
         Ok(call)
-    }
-
-    pub(crate) fn resolve_policy(
-        &self,
-        project: &str,
-        tool: &Compiled,
-    ) -> crate::domain::retry::ExecutionPolicy {
-        let mut policy = self.core.policies.global.clone();
-        if let Some(patch) = self.core.policies.projects.get(project) {
-            policy = policy.with_patch(patch);
-        }
-        policy = policy.with_patch(&tool.definition.policy);
-        if let Some(tool_override) = self.core.policies.tools.get(&tool.definition.name) {
-            let tool_limit = policy.max_parallel;
-            policy = policy.with_patch(&tool_override.policy);
-            policy.max_parallel = policy.max_parallel.or(tool_limit);
-        }
-        policy
     }
 
     /// Commits the call, already claimed if a slot is free, and starts it.
@@ -331,7 +320,7 @@ impl Calls {
     ) -> Result<Ticket, Error> {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
         self.dispatcher.record_clock_step(wall_offset_ms).await;
-        let (scope, caps) = self.dispatcher.resolve_slot_scope(&call);
+        let (scope, caps) = self.dispatcher.slot_limits.resolve_slot_scope(&call);
         let (limits, now_ms) = (&self.core.limits, self.core.now_ms());
         let reserved = self.dispatcher.open_calls.reserve(&call, &scope.queue, limits, now_ms);
         let mut reservation = match reserved {
@@ -409,7 +398,7 @@ impl Calls {
         tool: &Compiled,
         call: &Call,
     ) -> Option<UndeliveredRequest> {
-        let policy = self.resolve_policy(&caller.project, tool);
+        let policy = self.core.policies.resolve(&caller.project, &tool.definition);
         if !policy.rejoin || policy.rejoin_window_ms == 0 || !catalog.allows_rejoin(caller) {
             return None;
         }
@@ -522,11 +511,11 @@ impl Calls {
         records: &mut Vec<EventRecord>,
     ) -> (Arc<Call>, PostCommit) {
         // The observer needs the state before the attempt, which costs a copy.
-        let before = self.dispatcher.is_sampled(&call).then(|| call.clone());
+        let before = self.dispatcher.telemetry.is_sampled(&call).then(|| call.clone());
         match self.dispatcher.apply_speculation(Arc::unwrap_or_clone(call), speculation) {
             Ok(Transition { call, records: new_records, actions, .. }) => {
                 let attempt_end = before.as_ref().and_then(|before| {
-                    self.dispatcher.detect_attempt_end(before, &call, &new_records)
+                    self.dispatcher.telemetry.detect_attempt_end(before, &call, &new_records)
                 });
                 records.extend(new_records);
                 (Arc::new(call), PostCommit::ApplyFinished { actions, before, attempt_end })

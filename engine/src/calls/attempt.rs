@@ -161,7 +161,7 @@ impl Dispatcher {
             },
             connect_deadline_ms: connect_deadline(call, self.core.clock.now_ms()),
             input_timeout_ms: call.input_timeout_ms,
-            traceparent: self.attempt_traceparent(call),
+            traceparent: self.telemetry.attempt_traceparent(call),
             command: None,
             client_id: call.origin.client_id.clone(),
             acknowledged_by: call.acknowledged_by.clone(),
@@ -181,7 +181,8 @@ impl Dispatcher {
             return Err(Fault::new(Code::Internal, message).without_side_effect().retryable(false));
         };
         let card_id = utp::card::derived_id(&call.id, utp::card::TOOL_CALL);
-        let attempt_traceparent = self.attempt_traceparent(call).map(|span| span.to_string());
+        let attempt_traceparent =
+            self.telemetry.attempt_traceparent(call).map(|span| span.to_string());
         let traceparent = attempt_traceparent.unwrap_or_else(|| derived::call_traceparent(call));
         let (route, call) = (utp::Route::for_call(call), call.clone());
         Ok(ToolCommand { call, route, binding, card_id, traceparent })

@@ -13,18 +13,21 @@
 
 mod answer;
 mod execution;
-
 mod shorten;
+
 use std::sync::Arc;
 
 use execution::BatchExecution;
+use futures::future::BoxFuture;
 use serde_json::json;
 
 use crate::calls::Calls;
+use crate::calls::request::check_callback_url;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::model_formats;
+use crate::registry::authorize::authorize_call;
 
 pub(crate) use answer::render_within_budget;
 pub use answer::{BatchAnswer, BatchEntryResult, BatchEntryState, pending_notice};
@@ -150,19 +153,29 @@ impl Calls {
     /// assert!(answer.messages[1].text().contains("not JSON"));
     /// # Ok(()) }
     /// ```
-    pub async fn run_batch(
-        self: &Arc<Self>,
-        caller: &Caller,
+    pub fn run_batch<'a>(
+        self: &'a Arc<Self>,
+        caller: &'a Caller,
         batch: Batch,
-    ) -> Result<BatchAnswer, Error> {
-        self.run_batch_with_renderer(caller, batch, None).await
+    ) -> BoxFuture<'a, Result<BatchAnswer, Error>> {
+        self.run_batch_with_renderer(caller, batch, None)
     }
 
     /// Runs a batch and renders each result with `write`.
     ///
     /// The rendering overlaps with the commit of the calls if possible, so that it adds no
-    /// latency.
-    pub async fn run_batch_with_renderer(
+    /// latency. The future is boxed here, so that it is compiled in this crate, for speed, and not
+    /// in the crate that awaits it.
+    pub fn run_batch_with_renderer<'a>(
+        self: &'a Arc<Self>,
+        caller: &'a Caller,
+        batch: Batch,
+        write: Option<EntryRenderer>,
+    ) -> BoxFuture<'a, Result<BatchAnswer, Error>> {
+        Box::pin(self.run_and_render(caller, batch, write))
+    }
+
+    async fn run_and_render(
         self: &Arc<Self>,
         caller: &Caller,
         batch: Batch,
@@ -170,13 +183,13 @@ impl Calls {
     ) -> Result<BatchAnswer, Error> {
         self.validate_batch(&batch)?;
         if let Some(url) = &batch.callback_url {
-            self.check_callback_url(caller, url)?;
+            check_callback_url(&self.core, caller, url)?;
         }
         let read: Vec<_> = batch.entries.iter().map(model_formats::parse).collect();
         if !caller.may_invoke() {
             // Every entry would be refused for the same reason, so the whole batch is.
             let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
-            self.registry.authorize_call(&self.registry.catalog(), caller, first).await?;
+            authorize_call(&self.registry, &self.registry.catalog(), caller, first).await?;
         }
         let budget = batch.budget_tokens;
         let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));

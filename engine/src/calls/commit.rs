@@ -87,7 +87,7 @@ impl Dispatcher {
                 Err(refusal) => return self.handle_refusal(before, refusal).await,
             };
             let after = Arc::new(step.call);
-            let attempt = self.detect_attempt_end(&before, &after, &step.records);
+            let attempt = self.telemetry.detect_attempt_end(&before, &after, &step.records);
             let changes = step.approval_changes;
             let saved = match changes.is_empty() {
                 true => {
@@ -128,7 +128,7 @@ impl Dispatcher {
         if call.status.is_terminal() {
             self.notify_ended(call).await;
         }
-        let can_name = || self.can_name_tool(call);
+        let can_name = || self.telemetry.can_name_tool(call);
         match (kind, before) {
             (CommitKind::Accepted, _) => engine_metrics::record_accepted(call, can_name),
             (CommitKind::Advanced, Some(before)) => {
@@ -136,7 +136,7 @@ impl Dispatcher {
             }
             (CommitKind::Advanced, None) => {}
         }
-        self.notify_observer(before, call, attempt_end, at_ms);
+        self.telemetry.notify_observer(before, call, attempt_end, at_ms);
         if is_open {
             self.wake_call_listeners(call);
         } else {
@@ -299,7 +299,7 @@ impl Dispatcher {
             let (was_ms, deadline_ms) = (at_ms.min(call.deadline_ms), call.deadline_ms);
             self.open_calls.reschedule(&call.id, was_ms, deadline_ms, wall_offset_ms);
         }
-        let (scope, caps) = self.resolve_slot_scope(call);
+        let (scope, caps) = self.slot_limits.resolve_slot_scope(call);
         self.limiter.enqueue(call.id.clone(), scope, caps);
     }
 

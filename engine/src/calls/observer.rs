@@ -1,11 +1,21 @@
 //! Notifies the observer, if there is one, and propagates trace context.
 
-use crate::calls::{Calls, Dispatcher};
+use std::sync::Arc;
+
+use crate::calls::Calls;
 use crate::domain::call::Call;
 use crate::domain::event::{EventKind, EventRecord};
 use crate::domain::fault::Code;
 use crate::domain::trace::{SpanIds, TraceParent};
+use crate::ports::core::Core;
 use crate::ports::observer::{EndedAttempt, EndedCall};
+use crate::registry::Registry;
+
+/// Telemetry of calls and their attempts.
+pub(crate) struct CallTelemetry {
+    pub(super) core: Arc<Core>,
+    pub(super) registry: Arc<Registry>,
+}
 
 /// Result of an attempt that has ended.
 pub(crate) struct AttemptEnd {
@@ -21,7 +31,7 @@ impl Calls {
     }
 }
 
-impl Dispatcher {
+impl CallTelemetry {
     /// Returns the trace context for the executor of the attempt: the attempt's span or, without an
     /// observer, the caller's context unchanged.
     pub(crate) fn attempt_traceparent(&self, call: &Call) -> Option<TraceParent> {

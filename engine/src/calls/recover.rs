@@ -60,7 +60,9 @@ impl Calls {
 
     fn adopt_call(self: &Arc<Self>, call: Arc<Call>) -> Option<Arc<OpenCall>> {
         let slot = call.survives_node_loss().then(|| {
-            self.dispatcher.limiter.force_acquire(self.dispatcher.resolve_slot_scope(&call).0)
+            self.dispatcher
+                .limiter
+                .force_acquire(self.dispatcher.slot_limits.resolve_slot_scope(&call).0)
         });
         let entry = OpenCall::from_store(call, slot, self.core.clock.wall_offset_ms());
         self.dispatcher.approval_index.update_waiting(&entry.call());

@@ -155,11 +155,30 @@ impl Rejoin {
 
     /// Returns how long the requester of a candidate has been gone, or `None` if it waits or has
     /// its answer.
-    pub(crate) fn gone_for_ms(&self, id: &str) -> Option<u64> {
+    fn gone_for_ms(&self, id: &str) -> Option<u64> {
         let now_ms = self.core.now_ms();
         match self.index.lock().candidate(id)?.requester {
             RequesterState::Waiting => None,
             RequesterState::Gone { since_ms } => Some(now_ms.saturating_sub(since_ms)),
+        }
+    }
+
+    /// Waits this long for a repeated request to take over the work of a requester that is gone.
+    /// Returns true if none did; false also if the engine shuts down.
+    pub(crate) async fn wait_for_requester(&self, id: &str, grace_ms: u64) -> bool {
+        let mut remaining_ms = grace_ms;
+        loop {
+            let until_ms = self.core.now_ms().saturating_add(remaining_ms);
+            tokio::select! {
+                () = self.core.clock.sleep_until(until_ms) => {}
+                () = self.core.shutdown.cancelled() => return false,
+            }
+            match self.gone_for_ms(id) {
+                None => return false,
+                Some(gone_ms) if gone_ms >= grace_ms => return true,
+                // A requester that came back and went again has the whole time once more.
+                Some(gone_ms) => remaining_ms = grace_ms - gone_ms,
+            }
         }
     }
 

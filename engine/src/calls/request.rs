@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::calls::Calls;
+use crate::calls::Dispatcher;
 use crate::domain::call::{Call, elicitation};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -17,6 +17,7 @@ use crate::domain::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::domain::tool::SourceTraits;
 use crate::domain::tool::args::{AppliedArguments, TemplateVars};
 use crate::domain::utp::Route;
+use crate::ports::core::Core;
 use crate::ports::store::IdempotencyKey;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled, tool_not_found};
 use crate::schema::SchemaProblem;
@@ -269,27 +270,25 @@ pub(crate) fn can_execute(
     client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
 }
 
-impl Calls {
-    /// Returns the tool if it exists and the request is valid for it. `prepare_arguments` checks
-    /// the arguments against the schema.
-    pub(crate) fn validate_request(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        found: Option<Arc<Compiled>>,
-        request: &mut CallRequest,
-    ) -> Result<Arc<Compiled>, Error> {
-        let tool = found.ok_or_else(|| tool_not_found(catalog, caller, &request.tool))?;
-        check_request(request, self.core.limits.max_args_bytes)?;
-        let traits = self.dispatcher.source_traits(tool.definition.executor);
-        check_number_precision(&tool, traits, &request.args)?;
-        check_retry(&tool, traits, request.retry)?;
-        check_pinned_client(catalog, caller, &tool, request.client_id.as_deref())?;
-        if let Some(url) = &request.callback_url {
-            request.callback_url = Some(self.check_callback_url(caller, url)?);
-        }
-        Ok(tool)
+/// Returns the tool if it exists and the request is valid for it. `prepare_arguments` checks
+/// the arguments against the schema.
+pub(crate) fn validate_request(
+    dispatcher: &Dispatcher,
+    catalog: &Catalog,
+    caller: &Caller,
+    found: Option<Arc<Compiled>>,
+    request: &mut CallRequest,
+) -> Result<Arc<Compiled>, Error> {
+    let tool = found.ok_or_else(|| tool_not_found(catalog, caller, &request.tool))?;
+    check_request(request, dispatcher.core.limits.max_args_bytes)?;
+    let traits = dispatcher.targets.source_traits(tool.definition.executor);
+    check_number_precision(&tool, traits, &request.args)?;
+    check_retry(&tool, traits, request.retry)?;
+    check_pinned_client(catalog, caller, &tool, request.client_id.as_deref())?;
+    if let Some(url) = &request.callback_url {
+        request.callback_url = Some(check_callback_url(&dispatcher.core, caller, url)?);
     }
+    Ok(tool)
 }
 
 pub(crate) fn check_request(request: &CallRequest, max_args_bytes: usize) -> Result<(), Error> {
@@ -375,19 +374,17 @@ pub(crate) fn build_idempotency_key(
     Some(IdempotencyKey { agent: caller.owner_name(), key, fingerprint })
 }
 
-impl Calls {
-    /// Validates a callback URL and returns it in the form to store.
-    pub(crate) fn check_callback_url(&self, caller: &Caller, url: &str) -> Result<String, Error> {
-        let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
-            Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
-        } else if let Some(notifier) = &self.core.webhook_sender {
-            notifier.check_url(&caller.project, url)
-        } else {
-            Err("cannot be used here: delivery of callbacks is not set up".to_owned())
-        };
-        checked.map_err(|reason| {
-            let fault = Fault::new(Code::ValidationError, format!("callback_url {reason}"));
-            fault.without_side_effect().with_detail(json!({ "pointer": "/callback_url" })).into()
-        })
-    }
+/// Validates a callback URL and returns it in the form to store.
+pub(crate) fn check_callback_url(core: &Core, caller: &Caller, url: &str) -> Result<String, Error> {
+    let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
+        Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
+    } else if let Some(notifier) = &core.webhook_sender {
+        notifier.check_url(&caller.project, url)
+    } else {
+        Err("cannot be used here: delivery of callbacks is not set up".to_owned())
+    };
+    checked.map_err(|reason| {
+        let fault = Fault::new(Code::ValidationError, format!("callback_url {reason}"));
+        fault.without_side_effect().with_detail(json!({ "pointer": "/callback_url" })).into()
+    })
 }

@@ -2,6 +2,7 @@
 //! apply; stops it if the access rules no longer allow its tool.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 use serde_json::Value;
@@ -18,10 +19,24 @@ use crate::domain::directory::usage_limits::{LimitKind, LimitMember, UsageLimitS
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
 use crate::lifecycle::Event;
-use crate::registry::AccessRequest;
+use crate::ports::core::Core;
+use crate::ports::source::Source;
 use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
+use crate::registry::{AccessRequest, Registry};
 
-impl Dispatcher {
+/// Builds the targets of calls: the tools that can execute them, with the traits of their sources.
+pub(crate) struct TargetBuilder {
+    pub(super) core: Arc<Core>,
+    pub(super) sources: Arc<HashMap<Executor, Arc<dyn Source>>>,
+}
+
+/// Resolves the concurrency limits that an attempt's slot counts against.
+pub(crate) struct SlotLimits {
+    pub(super) core: Arc<Core>,
+    pub(super) registry: Arc<Registry>,
+}
+
+impl TargetBuilder {
     /// Resolves the fallbacks that could execute this call: existing, allowed, with valid
     /// arguments, and offered by the client that the call is pinned to.
     pub(crate) fn resolve_fallbacks(
@@ -94,7 +109,9 @@ impl Dispatcher {
     pub(crate) fn source_traits(&self, executor: Executor) -> SourceTraits {
         self.sources.get(&executor).map_or_else(|| executor.traits(), |source| source.traits())
     }
+}
 
+impl SlotLimits {
     /// Returns the scope that an attempt's slot counts against, and its limits.
     pub(crate) fn resolve_slot_scope(&self, call: &Call) -> (SlotScope, ConcurrencyCaps) {
         // Calls that the caller executes take no slot of any tool. No tool can have this name.
@@ -158,7 +175,9 @@ impl Dispatcher {
             ..ConcurrencyCaps::default()
         }
     }
+}
 
+impl Dispatcher {
     /// Applies changed usage limits to the open calls: they are counted, and their slots and queues
     /// follow.
     pub(crate) fn apply_limit_changes(&self) {
@@ -209,7 +228,7 @@ impl ClientWorkLimiter {
 impl DeliveryLimiter for ClientWorkLimiter {
     fn try_acquire(&self, project: &str) -> Option<DeliveryPermit> {
         let dispatcher = self.dispatcher.upgrade()?;
-        let caps = dispatcher.project_caps(&dispatcher.registry.catalog(), project);
+        let caps = dispatcher.slot_limits.project_caps(&dispatcher.registry.catalog(), project);
         let slot = dispatcher.limiter.try_acquire_delivery(&Self::scope_of(project), &caps)?;
         Some(Box::new(slot))
     }

@@ -6,6 +6,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
+
 use crate::calls::Calls;
 use crate::calls::accept::Ticket;
 use crate::domain::call::{Call, Status};
@@ -143,13 +145,33 @@ impl Calls {
     /// # Errors
     /// Refuses a call that the caller may not see, and, for [`Until::Ended`], an engine that shuts
     /// down first.
-    pub async fn wait<'a>(
-        &self,
-        caller: &Caller,
+    pub fn wait<'a>(
+        &'a self,
+        caller: &'a Caller,
         call: impl Into<CallRef<'a>>,
         until: Until,
+    ) -> BoxFuture<'a, Result<Arc<Call>, Error>> {
+        self.wait_boxed(caller, call.into(), until)
+    }
+
+    /// Boxes the wait, so that it is compiled in this crate, for speed, and not in the crate that
+    /// awaits it.
+    fn wait_boxed<'a>(
+        &'a self,
+        caller: &'a Caller,
+        call: CallRef<'a>,
+        until: Until,
+    ) -> BoxFuture<'a, Result<Arc<Call>, Error>> {
+        Box::pin(self.wait_until(caller, call, until))
+    }
+
+    async fn wait_until(
+        &self,
+        caller: &Caller,
+        call: CallRef<'_>,
+        until: Until,
     ) -> Result<Arc<Call>, Error> {
-        let (id, open_call) = match call.into() {
+        let (id, open_call) = match call {
             CallRef::Ticket(ticket) if ticket.call.status.is_terminal() => {
                 return Ok(ticket.call.clone());
             }
@@ -202,7 +224,9 @@ impl Calls {
         let (call, tool) = (ticket.call.clone(), ticket.call.tool_name.clone());
         let entry = self.registry.catalog().resolve(caller, &tool);
         let grace_ms = match &entry {
-            Some(entry) => self.resolve_policy(&caller.project, entry).disconnect_grace_ms,
+            Some(entry) => {
+                self.core.policies.resolve(&caller.project, &entry.definition).disconnect_grace_ms
+            }
             None => self.core.policies.global.disconnect_grace_ms,
         };
         let is_candidate = call.target.effect != Effect::Read && ticket.delivery.is_some();
@@ -214,31 +238,12 @@ impl Calls {
         }
         let (calls, caller, reason) = (self.clone(), caller.clone(), reason.to_owned());
         self.core.tasks.spawn(async move {
-            if calls.wait_for_requester(call.id.as_str(), grace_ms).await {
+            if calls.rejoin.wait_for_requester(call.id.as_str(), grace_ms).await {
                 // The call may have ended meanwhile; then there is nothing to cancel.
                 let _ = calls.cancel(&caller, &call.id, Some(reason)).await;
             }
         });
         Ok(())
-    }
-
-    /// Waits this long for a repeated request to take over the work of a requester that is gone.
-    /// Returns true if none did; false also if the engine shuts down.
-    pub(crate) async fn wait_for_requester(&self, id: &str, grace_ms: u64) -> bool {
-        let mut remaining_ms = grace_ms;
-        loop {
-            let until_ms = self.core.now_ms().saturating_add(remaining_ms);
-            tokio::select! {
-                () = self.core.clock.sleep_until(until_ms) => {}
-                () = self.core.shutdown.cancelled() => return false,
-            }
-            match self.rejoin.gone_for_ms(id) {
-                None => return false,
-                Some(gone_ms) if gone_ms >= grace_ms => return true,
-                // A requester that came back and went again has the whole time once more.
-                Some(gone_ms) => remaining_ms = grace_ms - gone_ms,
-            }
-        }
     }
 
     /// Returns a page of the project's calls that the caller may read, newest first.

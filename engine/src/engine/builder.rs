@@ -32,11 +32,11 @@ use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ};
-use crate::registry::{Admin, OperatorCredential, Registry};
+use crate::registry::{Admin, OperatorCredential, Projects, Registry, Upstreams};
 use crate::runs::context::{ListenerResult, ResultListener, ToolCall, ToolResult};
 use crate::runs::read_result::{self, RunsHandle};
-use crate::runs::{Conversations, Runs};
-use crate::utp::Utp;
+use crate::runs::{Conversations, RunStreams, Runs};
+use crate::utp::{Outbox, Utp, WrittenReports};
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
 
@@ -265,15 +265,10 @@ impl EngineBuilder {
             shutdown: CancellationToken::new(),
             tasks: TaskTracker::new(),
         });
-        let (authenticator, tool_names) = (self.authenticator, self.tool_names_in_metrics);
-        let registry = Arc::new(Registry::new(
-            core.clone(),
-            shared_tools,
-            authenticator,
-            self.operator,
-            tool_names,
-        ));
-        let admin = Arc::new(Admin { core: core.clone(), registry: registry.clone() });
+        let (operator, tool_names) = (self.operator, self.tool_names_in_metrics);
+        let registry =
+            Registry::new(core.clone(), shared_tools, self.authenticator, operator, tool_names);
+        let registry = Arc::new(registry);
         let clients = Arc::new(Clients {
             core: core.clone(),
             registry: registry.clone(),
@@ -282,19 +277,10 @@ impl EngineBuilder {
         let dispatcher =
             Dispatcher::new(core.clone(), registry.clone(), client_queue.clone(), sources);
         let (dispatcher, calls, approvals) = build_calls(Arc::new(dispatcher));
-        let utp = Arc::new(Utp {
-            core: core.clone(),
-            registry: registry.clone(),
-            dispatcher: dispatcher.clone(),
-            calls: calls.clone(),
-            publishes_outbox: self.publishes_outbox,
-            report_traceparents: Default::default(),
-        });
-        let webhooks = Arc::new(Webhooks {
-            core: core.clone(),
-            calls: calls.clone(),
-            webhook_queue: Arc::new(WebhookQueue::new(self.webhook_sender, self.webhook_settings)),
-        });
+        let webhook_queue = WebhookQueue::new(self.webhook_sender, self.webhook_settings);
+        let (utp, webhooks) =
+            build_ended_listeners(&calls, self.publishes_outbox, Arc::new(webhook_queue));
+        let streams = RunStreams::new(&calls);
         let runs = Arc::new(Runs {
             core: core.clone(),
             registry: registry.clone(),
@@ -305,19 +291,41 @@ impl EngineBuilder {
             model_request_policy: self.model_request_policy,
             tool_modes: self.tool_modes,
             result_listeners: self.result_listeners,
-            active_runs: Default::default(),
+            active_runs: streams.active_runs.clone(),
+            streams,
             conversations: Conversations::new(&core, &registry, &calls),
         });
         client_queue
             .set_limiter(Arc::new(ClientWorkLimiter { dispatcher: Arc::downgrade(&dispatcher) }));
         registry.set_listeners(vec![client_queue, dispatcher.clone()]);
-        dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
         registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
-        Ok(Engine { core, registry, admin, clients, calls, approvals, utp, webhooks, runs })
+        let (projects, upstreams, admin) = build_directory_parts(&registry);
+        Ok(Engine {
+            core,
+            registry,
+            projects,
+            upstreams,
+            admin,
+            clients,
+            calls,
+            approvals,
+            utp,
+            webhooks,
+            runs,
+        })
     }
+}
+
+/// Builds the parts that change the directory.
+fn build_directory_parts(registry: &Arc<Registry>) -> (Arc<Projects>, Arc<Upstreams>, Arc<Admin>) {
+    let (core, registry) = (|| registry.core.clone(), || registry.clone());
+    let projects = Projects { core: core(), registry: registry() };
+    let upstreams = Upstreams { core: core(), registry: registry() };
+    let admin = Admin { core: core(), registry: registry() };
+    (Arc::new(projects), Arc::new(upstreams), Arc::new(admin))
 }
 
 /// Builds the parts that accept calls and decide about those that wait.
@@ -332,6 +340,28 @@ fn build_calls(dispatcher: Arc<Dispatcher>) -> (Arc<Dispatcher>, Arc<Calls>, Arc
     let approvals =
         Approvals { core, registry, dispatcher: dispatcher.clone(), calls: calls.clone() };
     (dispatcher, calls, Arc::new(approvals))
+}
+
+/// Builds the parts that listen to ended calls, and connects them with the dispatcher.
+fn build_ended_listeners(
+    calls: &Arc<Calls>,
+    publishes_outbox: bool,
+    webhook_queue: Arc<WebhookQueue>,
+) -> (Arc<Utp>, Arc<Webhooks>) {
+    let utp = Arc::new(Utp {
+        core: calls.core.clone(),
+        registry: calls.registry.clone(),
+        dispatcher: calls.dispatcher.clone(),
+        calls: calls.clone(),
+        outbox: Outbox { core: calls.core.clone(), registry: calls.registry.clone() },
+        written_reports: WrittenReports { core: calls.core.clone() },
+        publishes_outbox,
+        report_traceparents: Default::default(),
+    });
+    let webhooks =
+        Arc::new(Webhooks { core: calls.core.clone(), calls: calls.clone(), webhook_queue });
+    calls.dispatcher.set_ended_listeners(vec![utp.clone(), webhooks.clone()]);
+    (utp, webhooks)
 }
 
 /// Collects the engine's own sources and the given ones by executor; a given source replaces one of

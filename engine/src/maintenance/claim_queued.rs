@@ -18,7 +18,7 @@ pub(crate) async fn run(calls: Arc<Calls>) {
 pub async fn run_once(calls: &Arc<Calls>) -> usize {
     let mut count = 0;
     while let Some((id, slot)) =
-        calls.dispatcher.limiter.pop_ready(|scope| calls.dispatcher.resolve_caps(scope))
+        calls.dispatcher.limiter.pop_ready(|scope| calls.dispatcher.slot_limits.resolve_caps(scope))
     {
         // Canceled or timed out while queued: its slot is released at once.
         let Some(entry) = calls.dispatcher.open_calls.get(&id) else { continue };

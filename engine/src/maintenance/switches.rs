@@ -30,7 +30,7 @@ pub async fn run_once(calls: &Arc<Calls>, runs: &Arc<Runs>) -> usize {
         return 0;
     }
     // Before the calls: a run whose call ends must not make the next one.
-    runs.interrupt_switched_off();
+    runs.active_runs.interrupt_switched_off(runs.registry.catalog().switches());
     let open = futures::stream::iter(calls.dispatcher.open_calls.all());
     let ends = open.map(|entry| async move { calls.dispatcher.end_if_switched_off(&entry).await });
     let ended = ends.buffer_unordered(MAX_CONCURRENT).filter(|ended| std::future::ready(*ended));

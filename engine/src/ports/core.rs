@@ -18,7 +18,7 @@ use crate::domain::directory::usage_limits::ConfiguredLimit;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::retry::{ExecutionPolicy, ExecutionPolicyPatch};
-use crate::domain::tool::{Fallback, Risk};
+use crate::domain::tool::{Fallback, Risk, ToolDefinition};
 
 /// Limits on everything that can grow without bound.
 #[derive(Debug, Clone)]
@@ -83,6 +83,24 @@ pub struct ExecutionPolicies {
     pub tools: HashMap<String, ToolOverride>,
     /// Usage limits that hold in every project, in addition to the stored ones.
     pub limits: Vec<ConfiguredLimit>,
+}
+
+impl ExecutionPolicies {
+    /// Returns the policy of a tool's calls: the base policy with the changes of the project, of
+    /// the definition and of the operator's settings for the tool, in this order.
+    pub(crate) fn resolve(&self, project: &str, definition: &ToolDefinition) -> ExecutionPolicy {
+        let mut policy = self.global.clone();
+        if let Some(patch) = self.projects.get(project) {
+            policy = policy.with_patch(patch);
+        }
+        policy = policy.with_patch(&definition.policy);
+        if let Some(tool_override) = self.tools.get(&definition.name) {
+            let tool_limit = policy.max_parallel;
+            policy = policy.with_patch(&tool_override.policy);
+            policy.max_parallel = policy.max_parallel.or(tool_limit);
+        }
+        policy
+    }
 }
 
 /// Policy and fallback tools that the operator set for one tool.

@@ -31,8 +31,30 @@ pub fn current_origin() -> RequestOrigin {
     ORIGIN.try_with(RequestOrigin::clone).unwrap_or_default()
 }
 
+/// Returns an audit entry with the caller as its actor and the origin of the current request.
+pub(super) fn build_audit_entry(
+    at_ms: u64,
+    caller: &Caller,
+    project: &str,
+    action: &str,
+    subject: &str,
+    reason: &str,
+) -> AuditEntry {
+    AuditEntry {
+        at_ms,
+        project: project.to_owned(),
+        agent: caller.agent.clone(),
+        action: action.to_owned(),
+        subject: subject.to_owned(),
+        reason: reason.to_owned(),
+        user: caller.attributes.user.clone(),
+        credential: caller.attributes.credential.clone(),
+        origin: current_origin(),
+    }
+}
+
 impl Registry {
-    /// Returns an audit entry with the caller as its actor and the origin of the current request.
+    /// Returns an audit entry of this moment, with the caller as its actor.
     pub(crate) fn audit_entry(
         &self,
         caller: &Caller,
@@ -41,17 +63,7 @@ impl Registry {
         subject: &str,
         reason: &str,
     ) -> AuditEntry {
-        AuditEntry {
-            at_ms: self.core.clock.wall_ms(),
-            project: project.to_owned(),
-            agent: caller.agent.clone(),
-            action: action.to_owned(),
-            subject: subject.to_owned(),
-            reason: reason.to_owned(),
-            user: caller.attributes.user.clone(),
-            credential: caller.attributes.credential.clone(),
-            origin: current_origin(),
-        }
+        build_audit_entry(self.core.wall_ms(), caller, project, action, subject, reason)
     }
 }
 

@@ -271,53 +271,54 @@ impl Registry {
             AccessDecision::Allowed | AccessDecision::Ask(_) => Ok(()),
         }
     }
+}
 
-    /// Checks that the caller may call the tool. A denial is audited and returned with its reason.
-    pub(crate) async fn authorize_call(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        tool: &str,
-    ) -> Result<(), Error> {
-        let request = AccessRequest::named(tool);
-        let decision = catalog.authorize(caller, RuleAction::Invoke, &request);
-        self.enforce_decision(caller, tool, decision).await
-    }
+/// Checks that the caller may call the tool. A denial is audited and returned with its reason.
+pub(crate) async fn authorize_call(
+    registry: &Registry,
+    catalog: &Catalog,
+    caller: &Caller,
+    tool: &str,
+) -> Result<(), Error> {
+    let request = AccessRequest::named(tool);
+    let decision = catalog.authorize(caller, RuleAction::Invoke, &request);
+    enforce_decision(registry, caller, tool, decision).await
+}
 
-    pub(crate) async fn enforce_decision(
-        &self,
-        caller: &Caller,
-        tool: &str,
-        decision: AccessDecision,
-    ) -> Result<(), Error> {
-        let denial = match decision {
-            AccessDecision::Allowed => {
-                engine_metrics::count_allowed();
-                return Ok(());
-            }
-            // The call is stored and waits for the approval.
-            AccessDecision::Ask(_) => {
-                engine_metrics::count_asked();
-                return Ok(());
-            }
-            AccessDecision::Denied(denial) => denial,
-        };
-        engine_metrics::count_denied();
-        self.audit_denial(caller, tool, &denial.reason).await?;
-        Err(denial_fault(caller, tool, &denial).into())
-    }
+/// Refuses a denied call, after the denial is written to the audit log. Counts the decision.
+pub(crate) async fn enforce_decision(
+    registry: &Registry,
+    caller: &Caller,
+    tool: &str,
+    decision: AccessDecision,
+) -> Result<(), Error> {
+    let denial = match decision {
+        AccessDecision::Allowed => {
+            engine_metrics::count_allowed();
+            return Ok(());
+        }
+        // The call is stored and waits for the approval.
+        AccessDecision::Ask(_) => {
+            engine_metrics::count_asked();
+            return Ok(());
+        }
+        AccessDecision::Denied(denial) => denial,
+    };
+    engine_metrics::count_denied();
+    audit_denial(registry, caller, tool, &denial.reason).await?;
+    Err(denial_fault(caller, tool, &denial).into())
+}
 
-    /// Writes a denial to the audit log.
-    pub(crate) async fn audit_denial(
-        &self,
-        caller: &Caller,
-        tool: &str,
-        reason: &str,
-    ) -> Result<(), Error> {
-        let excerpt = excerpt_of_name(tool);
-        let entry = self.audit_entry(caller, &caller.project, "call.denied", &excerpt, reason);
-        self.core.store.append_audit_entry(entry).await.map_err(from_store_error)
-    }
+/// Writes a denial to the audit log.
+pub(crate) async fn audit_denial(
+    registry: &Registry,
+    caller: &Caller,
+    tool: &str,
+    reason: &str,
+) -> Result<(), Error> {
+    let excerpt = excerpt_of_name(tool);
+    let entry = registry.audit_entry(caller, &caller.project, "call.denied", &excerpt, reason);
+    registry.core.store.append_audit_entry(entry).await.map_err(from_store_error)
 }
 
 /// Returns the fault of a denied call.

@@ -493,7 +493,7 @@ impl Registry {
     pub(crate) async fn adopt_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
         // An issuer's tokens can have any agent name, so the name does not tell whose client it is.
         let is_adoptable = |catalog: &Catalog| {
-            self.authenticator.is_none() && catalog.is_adoptable(caller, client_id)
+            !self.credentials.accepts_issuer_tokens() && catalog.is_adoptable(caller, client_id)
         };
         if !is_adoptable(&self.catalog()) {
             return Ok(());
@@ -544,7 +544,7 @@ impl Registry {
 
 impl Registry {
     pub(crate) fn catalog(&self) -> Arc<Catalog> {
-        self.catalog.read().clone()
+        self.catalog.load()
     }
 
     /// Reloads the directory if this or another process changed it.
@@ -558,10 +558,10 @@ impl Registry {
             return Ok(());
         }
         let directory = self.core.store.directory().await.map_err(from_store_error)?;
-        self.raise_time_floor(directory.latest_time_ms);
+        self.credentials.raise_time_floor(directory.latest_time_ms);
         let limits = &self.core.policies.limits;
         let next = Arc::new(self.catalog().rebuild(directory, compiled, limits));
-        *self.catalog.write() = next;
+        self.catalog.replace(next);
         self.listeners().iter().for_each(|listener| listener.directory_changed());
         self.core.bus.wake(&Topic::Directory);
         Ok(())

@@ -8,21 +8,24 @@
 use core::net::IpAddr;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ipnet::IpNet;
 use sha2::{Digest, Sha256};
 
-use crate::domain::caller::{AuthMethod, AuthenticatedCaller, Caller, CallerAttributes};
-use crate::domain::caller::{DEFAULT_PROJECT, Role, RoleSet};
+use crate::domain::caller::{
+    AuthMethod, AuthenticatedCaller, Authenticator, Caller, CallerAttributes, DEFAULT_PROJECT,
+    Role, RoleSet,
+};
 use crate::domain::directory::credential::{
     AssertableAttribute, CredentialStatus, check_attribute_name, networks_contain, parse_network,
 };
 use crate::domain::directory::{ApiKey, Directory, SessionToken};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::hex;
-use crate::ports::core::from_store_error;
-use crate::registry::Registry;
+use crate::ports::core::{Core, from_store_error};
+use crate::registry::SharedCatalog;
+use crate::registry::sign_ins::{RefusedCredential, SignInLog};
 
 /// Time between two records of the time of day, while credentials have an end.
 const TIME_RECORD_INTERVAL_MS: u64 = 10_000;
@@ -36,7 +39,7 @@ pub fn secret_digest(secret: &str) -> String {
 #[derive(Debug, Clone)]
 pub struct OperatorCredential {
     digest: String,
-    pub(super) token_file: String,
+    token_file: String,
 }
 
 impl OperatorCredential {
@@ -225,28 +228,40 @@ struct Bearer {
     expires_ms: Option<u64>,
 }
 
-/// Credentials that are known but not valid, for the audit log.
-pub(super) struct RefusedCredential {
-    pub(super) project: String,
-    pub(super) agent: String,
-    /// Id of the key or token; empty for an unknown secret.
-    pub(super) id: String,
-    pub(super) reason: &'static str,
+/// Verifies the credentials of callers, and keeps the time that their ends are compared with.
+pub struct CredentialVerifier {
+    core: Arc<Core>,
+    catalog: Arc<SharedCatalog>,
+    /// Authenticates callers that have no API key.
+    authenticator: Option<Arc<dyn Authenticator>>,
+    /// Authenticates the operator; `None` if this server has no operator token.
+    operator: Option<OperatorCredential>,
+    /// Milliseconds by which credentials take the time to be ahead of the clock, because a process
+    /// recorded a later time before.
+    time_floor_ms: AtomicU64,
+    /// Time of day that this process recorded last, in Unix milliseconds.
+    recorded_time_ms: AtomicU64,
+    sign_ins: SignInLog,
 }
 
-impl RefusedCredential {
-    fn new(key: &ApiKey, id: &str, reason: &'static str) -> Self {
-        let (project, agent) = (key.project.clone(), key.agent.clone());
-        Self { project, agent, id: id.to_owned(), reason }
+impl CredentialVerifier {
+    pub(super) fn new(
+        core: Arc<Core>,
+        catalog: Arc<SharedCatalog>,
+        authenticator: Option<Arc<dyn Authenticator>>,
+        operator: Option<OperatorCredential>,
+    ) -> Self {
+        Self {
+            core,
+            catalog,
+            authenticator,
+            operator,
+            time_floor_ms: AtomicU64::default(),
+            recorded_time_ms: AtomicU64::default(),
+            sign_ins: SignInLog::default(),
+        }
     }
 
-    fn unknown() -> Self {
-        let project = DEFAULT_PROJECT.to_owned();
-        Self { project, agent: String::new(), id: String::new(), reason: "unknown credentials" }
-    }
-}
-
-impl Registry {
     /// Returns the caller that these credentials authenticate. The whole secret is hashed and the
     /// digest looked up, so the time this takes reveals nothing about how much of a guess was
     /// right.
@@ -255,11 +270,11 @@ impl Registry {
         credentials: &Credentials<'_>,
     ) -> Result<AuthenticatedCaller, Error> {
         let bearer = self.find_bearer(credentials).map_err(|refused| {
-            self.record_failed_sign_in(credentials, &refused);
+            self.sign_ins.record_refused(&self.core, credentials.peer, &refused);
             invalid_credentials()
         })?;
         let authenticated = assert_attributes(bearer, credentials)?;
-        self.record_sign_in(&authenticated.caller);
+        self.sign_ins.record_first_use(&self.core, &authenticated.caller);
         Ok(authenticated)
     }
 
@@ -274,7 +289,7 @@ impl Registry {
     }
 
     fn find_bearer(&self, credentials: &Credentials<'_>) -> Result<Bearer, RefusedCredential> {
-        let (catalog, digest) = (self.catalog(), secret_digest(credentials.secret));
+        let (catalog, digest) = (self.catalog.load(), secret_digest(credentials.secret));
         if self.operator.as_ref().is_some_and(|operator| operator.matches(&digest)) {
             return Ok(Bearer {
                 caller: Caller::operator(DEFAULT_PROJECT),
@@ -282,7 +297,7 @@ impl Registry {
                 expires_ms: None,
             });
         }
-        let now_ms = self.credential_time_ms();
+        let now_ms = self.now_ms();
         if let Some(found) = catalog.credentials.find_bearer(&digest, now_ms, credentials.peer) {
             return found;
         }
@@ -300,7 +315,7 @@ impl Registry {
     /// Returns the time that the ends of credentials are compared with, in Unix milliseconds. It is
     /// the time of day, but never goes back, not even over a restart: setting the clock back makes
     /// no credentials valid again.
-    pub fn credential_time_ms(&self) -> u64 {
+    pub fn now_ms(&self) -> u64 {
         let floor_ms = self.time_floor_ms.load(Ordering::Relaxed);
         self.core.wall_ms().max(self.core.now_ms().saturating_add(floor_ms))
     }
@@ -325,22 +340,31 @@ impl Registry {
         Ok(())
     }
 
+    /// Returns true if an issuer's tokens authenticate callers too.
+    pub(super) fn accepts_issuer_tokens(&self) -> bool {
+        self.authenticator.is_some()
+    }
+
+    /// Returns the file that holds the operator token; `None` if this server has no such token.
+    pub(super) fn operator_token_file(&self) -> Option<&str> {
+        self.operator.as_ref().map(|operator| operator.token_file.as_str())
+    }
+
     /// Returns true if callers must present an API key or a token.
     pub fn has_keys(&self) -> bool {
-        self.authenticator.is_some() || self.catalog().has_keys()
+        self.accepts_issuer_tokens() || self.catalog.load().has_keys()
     }
 
     /// Returns true if an active key authenticates this caller, or stands for it after a rotation.
     pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        self.catalog().credentials.has_active_key(caller, self.credential_time_ms())
+        self.catalog.load().credentials.has_active_key(caller, self.now_ms())
     }
 
     /// Returns true if a key with the admin role is valid, or an issuer's tokens may have it.
     pub(crate) fn has_admin_key(&self, except: Option<&str>) -> bool {
-        let catalog = self.catalog();
+        let catalog = self.catalog.load();
         let is_admin = |key: &ApiKey| key.roles.contains(Role::Admin) && Some(&*key.id) != except;
-        self.authenticator.is_some()
-            || catalog.credentials.active_keys(self.credential_time_ms()).any(is_admin)
+        self.accepts_issuer_tokens() || catalog.credentials.active_keys(self.now_ms()).any(is_admin)
     }
 }
 

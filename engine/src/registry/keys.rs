@@ -77,7 +77,7 @@ impl Registry {
         if caller.auth_method != AuthMethod::Anonymous {
             return self.require_admin(caller, project);
         }
-        let file = self.operator.as_ref().map(|operator| operator.token_file.as_str());
+        let file = self.credentials.operator_token_file();
         let place = file.map_or_else(String::new, |file| format!(" (in {file})"));
         let message = format!(
             "this needs the operator token{place} or an admin key: send Authorization: Bearer TOKEN"
@@ -124,7 +124,7 @@ impl Admin {
         secret: String,
     ) -> Result<CreatedKey, Error> {
         self.registry.require_operator(caller, Some(&new.project))?;
-        let now_ms = self.registry.credential_time_ms();
+        let now_ms = self.registry.credentials.now_ms();
         check_new_key(&new, now_ms)?;
         self.check_first_key(&self.registry.catalog(), &new)?;
         let key = ApiKey {
@@ -157,8 +157,8 @@ impl Admin {
     /// Requires that the first key administers and has no end. From the first key on every request
     /// needs one, so any other first key would leave no caller that can make more.
     fn check_first_key(&self, catalog: &Catalog, new: &NewKey) -> Result<(), Error> {
-        let now_ms = self.registry.credential_time_ms();
-        let is_first = self.registry.authenticator.is_none()
+        let now_ms = self.registry.credentials.now_ms();
+        let is_first = !self.registry.credentials.accepts_issuer_tokens()
             && catalog.credentials.active_keys(now_ms).next().is_none();
         if !is_first || new.roles.contains(Role::Admin) && new.expires_ms.is_none() {
             return Ok(());
@@ -209,7 +209,7 @@ impl Admin {
             let most_s = MAX_OVERLAP_MS / 1_000;
             return Err(invalid(format!("overlap_s must be from 0 to {most_s} (31 days)")));
         }
-        let now_ms = self.registry.credential_time_ms();
+        let now_ms = self.registry.credentials.now_ms();
         let key = ApiKey {
             id: self.core.id_generator.next_id("key_", now_ms),
             digest: secret_digest(&secret),
@@ -241,7 +241,7 @@ impl Admin {
     /// valid, because their holders could not be administered with a key any more.
     pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
         let key = self.find_key(caller, id)?;
-        let at_ms = self.registry.credential_time_ms();
+        let at_ms = self.registry.credentials.now_ms();
         let roles = key.roles.to_string();
         let entry = self.registry.audit_entry(caller, &key.project, "key.revoked", id, &roles);
         let change = DirectoryChange::RevokeKey { id: id.to_owned(), at_ms };
@@ -250,7 +250,7 @@ impl Admin {
                 let others = catalog.credentials.active_keys(at_ms).filter(|other| other.id != id);
                 let has_others = others.count() > 0;
                 let is_admin = key.is_active(at_ms) && key.roles.contains(Role::Admin);
-                if is_admin && has_others && !self.registry.has_admin_key(Some(id)) {
+                if is_admin && has_others && !self.registry.credentials.has_admin_key(Some(id)) {
                     let command = format!("toolcrib keys rotate {id} --overlap 0");
                     let message = format!(
                         "this is the last admin key, and other keys are valid: replace it \
@@ -267,7 +267,7 @@ impl Admin {
     /// Marks keys and session tokens that have expired as revoked, and records the time of day
     /// while any credentials have an end.
     pub(crate) async fn expire_credentials(&self) -> Result<(), Error> {
-        let (catalog, now_ms) = (self.registry.catalog(), self.registry.credential_time_ms());
+        let (catalog, now_ms) = (self.registry.catalog(), self.registry.credentials.now_ms());
         let directory = catalog.directory();
         let open_keys = || directory.keys.iter().filter(|key| key.revoked_ms.is_none());
         let has_end =
@@ -291,7 +291,7 @@ impl Admin {
             let change = DirectoryChange::ExpireSessionTokens { at_ms: now_ms, delete_before_ms };
             self.registry.change_directory(|_| Ok((change.clone(), None))).await?;
         }
-        self.registry.record_time_if_due().await
+        self.registry.credentials.record_time_if_due().await
     }
 }
 

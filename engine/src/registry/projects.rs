@@ -12,18 +12,13 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_tool_name};
 use crate::domain::utp::{AgentEntry, Binding, RESERVED_NAMES, is_token};
 use crate::ports::core::from_store_error;
-use crate::registry::Registry;
 use crate::registry::keys::check_identifier;
+use crate::registry::{Projects, Registry};
 
-impl Registry {
+impl Projects {
     /// Creates a project.
-    pub async fn create_project(
-        &self,
-        caller: &Caller,
-        id: &str,
-        title: &str,
-    ) -> Result<Project, Error> {
-        self.require_admin(caller, Some(id))?;
+    pub async fn create(&self, caller: &Caller, id: &str, title: &str) -> Result<Project, Error> {
+        self.registry.require_admin(caller, Some(id))?;
         check_identifier("project_id", id)?;
         if !is_token(id) {
             let message = "project_id must be a valid NATS token: no spaces, dots, * or >";
@@ -31,20 +26,21 @@ impl Registry {
         }
         let created_ms = self.core.clock.wall_ms();
         let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
-        self.change_directory(|catalog| {
-            if catalog.directory().projects.iter().any(|existing| existing.id == id) {
-                let message = format!("there is a project \"{id}\" already");
-                return Err(Error::refused(Code::Conflict, message));
-            }
-            Ok((DirectoryChange::AddProject(project.clone()), None))
-        })
-        .await?;
+        self.registry
+            .change_directory(|catalog| {
+                if catalog.directory().projects.iter().any(|existing| existing.id == id) {
+                    let message = format!("there is a project \"{id}\" already");
+                    return Err(Error::refused(Code::Conflict, message));
+                }
+                Ok((DirectoryChange::AddProject(project.clone()), None))
+            })
+            .await?;
         Ok(project)
     }
 
     /// Returns the projects the caller may see: its own, or all of them for the local operator.
-    pub fn projects(&self, caller: &Caller) -> Vec<Project> {
-        let catalog = self.catalog();
+    pub fn list(&self, caller: &Caller) -> Vec<Project> {
+        let catalog = self.registry.catalog();
         let mut projects = catalog.directory().projects.clone();
         let keys = catalog.directory().keys.iter().map(|key| (&key.project, key.created_ms));
         let implied = std::iter::once((&caller.project, 0)).chain(keys);
@@ -61,7 +57,7 @@ impl Registry {
     /// Returns the caller, switched to the named project. A key gives access to its own project
     /// only; any other project is answered exactly as one that does not exist.
     pub fn switch_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
-        let exists = self.projects(caller).iter().any(|existing| existing.id == project);
+        let exists = self.list(caller).iter().any(|existing| existing.id == project);
         if exists || project == DEFAULT_PROJECT && caller.spans_projects() {
             return Ok(Caller { project: project.to_owned(), ..caller.clone() });
         }
@@ -70,7 +66,7 @@ impl Registry {
 
     /// Requires that a project exists: created explicitly, or implied by a key, a tool or an agent.
     pub fn require_project(&self, project: &str) -> Result<(), Error> {
-        let catalog = self.catalog();
+        let catalog = self.registry.catalog();
         let directory = catalog.directory();
         let exists = project == DEFAULT_PROJECT
             || directory.projects.iter().any(|existing| existing.id == project)
@@ -92,7 +88,7 @@ impl Registry {
     ) -> Result<Arc<CatalogEntry>, Error> {
         let name = definition.name.clone();
         self.put_tools(caller, vec![definition]).await?;
-        self.project_tool(caller, &name)
+        self.tool(caller, &name)
     }
 
     /// Adds or replaces several tools atomically.
@@ -108,7 +104,7 @@ impl Registry {
         }
         let compiled = compile_definitions(&caller.project, tools.clone()).await;
         let compiled = compiled.map_err(|(_, error)| into_bad_request(error))?;
-        self.check_registration_rules(caller, &compiled).await?;
+        self.registry.check_registration_rules(caller, &compiled).await?;
         let limit = self.core.limits.max_tools_per_project;
         let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
         let listed: String = names.join(" ").chars().take(500).collect();
@@ -116,31 +112,33 @@ impl Registry {
             let is_new = |name: &&&str| catalog.find(&caller.project, name).is_none();
             names.iter().filter(is_new).count()
         };
-        self.change_directory_with(&compiled, |catalog| {
-            for name in &names {
-                check_name_free(catalog, &caller.project, name)?;
-            }
-            if catalog.tools(&caller.project).len() + count_new(catalog) > limit {
-                let message = format!("the project would have more than {limit} tools");
-                return Err(Error::refused(Code::PayloadTooLarge, message));
-            }
-            let entry = self.audit_entry(caller, &caller.project, "tool.set", &listed, "");
-            Ok((DirectoryChange::PutTools(tools.clone()), Some(entry)))
-        })
-        .await
+        self.registry
+            .change_directory_with(&compiled, |catalog| {
+                for name in &names {
+                    check_name_free(catalog, &caller.project, name)?;
+                }
+                if catalog.tools(&caller.project).len() + count_new(catalog) > limit {
+                    let message = format!("the project would have more than {limit} tools");
+                    return Err(Error::refused(Code::PayloadTooLarge, message));
+                }
+                let entry =
+                    self.registry.audit_entry(caller, &caller.project, "tool.set", &listed, "");
+                Ok((DirectoryChange::PutTools(tools.clone()), Some(entry)))
+            })
+            .await
     }
 
     /// Returns a tool defined by the project, with its full definition.
-    pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
+    pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
         require_definition_access(caller)?;
-        let found = self.catalog().find(&caller.project, name).filter(is_project_defined);
+        let found = self.registry.catalog().find(&caller.project, name).filter(is_project_defined);
         found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
     }
 
     /// Returns the tools defined by the project, sorted by name, with their full definitions.
-    pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<CatalogEntry>>, Error> {
+    pub fn tools(&self, caller: &Caller) -> Result<Vec<Arc<CatalogEntry>>, Error> {
         require_definition_access(caller)?;
-        let mut tools = self.catalog().tools(&caller.project);
+        let mut tools = self.registry.catalog().tools(&caller.project);
         tools.retain(is_project_defined);
         Ok(tools)
     }
@@ -149,18 +147,22 @@ impl Registry {
     pub async fn remove_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         require_provider(caller)?;
         check_name_not_reserved(name, "delete")?;
-        self.change_directory(|_| {
-            self.project_tool(caller, name)?;
-            let change = DirectoryChange::DropTool {
-                project: caller.project.clone(),
-                name: name.to_owned(),
-            };
-            let entry = self.audit_entry(caller, &caller.project, "tool.removed", name, "");
-            Ok((change, Some(entry)))
-        })
-        .await
+        self.registry
+            .change_directory(|_| {
+                self.tool(caller, name)?;
+                let change = DirectoryChange::DropTool {
+                    project: caller.project.clone(),
+                    name: name.to_owned(),
+                };
+                let entry =
+                    self.registry.audit_entry(caller, &caller.project, "tool.removed", name, "");
+                Ok((change, Some(entry)))
+            })
+            .await
     }
+}
 
+impl Registry {
     /// Adds an agent to the roster, or replaces its entry.
     pub async fn put_agent_entry(
         &self,

@@ -47,7 +47,7 @@ impl Admin {
         secret: String,
     ) -> Result<CreatedSessionToken, Error> {
         check_request(&new)?;
-        let now_ms = self.registry.credential_time_ms();
+        let now_ms = self.registry.credentials.now_ms();
         let key = own_key(&self.registry.catalog(), caller)?;
         let mut token = SessionToken {
             id: self.core.id_generator.next_id(SessionToken::PREFIX, now_ms),
@@ -129,7 +129,7 @@ impl Admin {
             let message = format!("a key with the role {} cannot revoke tokens", caller.roles);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        let at_ms = self.registry.credential_time_ms();
+        let at_ms = self.registry.credentials.now_ms();
         let entry = self.registry.audit_entry(
             caller,
             &token.project,

@@ -7,11 +7,10 @@ use std::collections::{HashMap, HashSet};
 
 use parking_lot::Mutex;
 
-use super::audit::current_origin;
-use super::credentials::{Credentials, RefusedCredential};
-use crate::domain::caller::Caller;
-use crate::domain::directory::AuditEntry;
-use crate::registry::Registry;
+use super::audit::{build_audit_entry, current_origin};
+use crate::domain::caller::{Caller, DEFAULT_PROJECT};
+use crate::domain::directory::{ApiKey, AuditEntry};
+use crate::ports::core::Core;
 
 /// Length of the period that refusals are counted over.
 const WINDOW_MS: u64 = 60_000;
@@ -57,11 +56,32 @@ impl FailureWindow {
     }
 }
 
-impl Registry {
+/// Credentials that are known but not valid, for the audit log.
+pub(super) struct RefusedCredential {
+    pub(super) project: String,
+    pub(super) agent: String,
+    /// Id of the key or token; empty for an unknown secret.
+    pub(super) id: String,
+    pub(super) reason: &'static str,
+}
+
+impl RefusedCredential {
+    pub(super) fn new(key: &ApiKey, id: &str, reason: &'static str) -> Self {
+        let (project, agent) = (key.project.clone(), key.agent.clone());
+        Self { project, agent, id: id.to_owned(), reason }
+    }
+
+    pub(super) fn unknown() -> Self {
+        let project = DEFAULT_PROJECT.to_owned();
+        Self { project, agent: String::new(), id: String::new(), reason: "unknown credentials" }
+    }
+}
+
+impl SignInLog {
     /// Records the first use of a credential since the start.
-    pub(super) fn record_sign_in(&self, caller: &Caller) {
+    pub(super) fn record_first_use(&self, core: &Core, caller: &Caller) {
         let credential = caller.attributes.credential.as_deref();
-        let mut seen = self.sign_ins.seen.lock();
+        let mut seen = self.seen.lock();
         let is_known = match credential {
             Some(id) => seen.contains(id),
             None => seen.contains(&issued_name(caller)),
@@ -76,25 +96,27 @@ impl Registry {
         drop(seen);
         let subject = credential.unwrap_or(&caller.agent);
         let reason = "first use since the start";
-        self.append_sign_in(self.audit_entry(caller, &caller.project, "sign_in", subject, reason));
+        let (at_ms, project) = (core.wall_ms(), &caller.project);
+        append_entry(core, build_audit_entry(at_ms, caller, project, "sign_in", subject, reason));
     }
 
     /// Records refused credentials.
-    pub(super) fn record_failed_sign_in(
+    pub(super) fn record_refused(
         &self,
-        credentials: &Credentials<'_>,
+        core: &Core,
+        peer: Option<IpAddr>,
         refused: &RefusedCredential,
     ) {
         metrics::counter!("toolcrib_sign_in_failures_total").increment(1);
-        let now_ms = self.core.now_ms();
-        let counted = self.sign_ins.failures.lock().count(credentials.peer, now_ms);
+        let now_ms = core.now_ms();
+        let counted = self.failures.lock().count(peer, now_ms);
         let Some(omitted) = counted else { return };
         let mut reason = refused.reason.to_owned();
         if omitted > 0 {
             reason.push_str(&format!("; {omitted} earlier ones were not recorded"));
         }
-        self.append_sign_in(AuditEntry {
-            at_ms: self.core.wall_ms(),
+        let entry = AuditEntry {
+            at_ms: core.wall_ms(),
             project: refused.project.clone(),
             agent: refused.agent.clone(),
             action: "sign_in.failed".to_owned(),
@@ -102,22 +124,23 @@ impl Registry {
             reason,
             origin: current_origin(),
             ..AuditEntry::default()
-        });
+        };
+        append_entry(core, entry);
     }
+}
 
-    /// Appends an entry in the background: no request waits for it.
-    fn append_sign_in(&self, entry: AuditEntry) {
-        // Without a runtime the process is exiting.
-        if tokio::runtime::Handle::try_current().is_err() {
-            return;
-        }
-        let store = self.core.store.clone();
-        self.core.tasks.spawn(async move {
-            if let Err(error) = store.append_audit_entry(entry).await {
-                tracing::warn!(%error, "a sign-in could not be written to the audit log");
-            }
-        });
+/// Appends an entry in the background: no request waits for it.
+fn append_entry(core: &Core, entry: AuditEntry) {
+    // Without a runtime the process is exiting.
+    if tokio::runtime::Handle::try_current().is_err() {
+        return;
     }
+    let store = core.store.clone();
+    core.tasks.spawn(async move {
+        if let Err(error) = store.append_audit_entry(entry).await {
+            tracing::warn!(%error, "a sign-in could not be written to the audit log");
+        }
+    });
 }
 
 /// Returns the name under which a caller without a key or session token is remembered.

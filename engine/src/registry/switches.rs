@@ -10,7 +10,7 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::Executor;
 use crate::registry::catalog::Catalog;
 use crate::registry::keys::check_identifier;
-use crate::registry::{Admin, Registry};
+use crate::registry::{Admin, Upstreams};
 
 /// Maximum length of a reason.
 const MAX_REASON_BYTES: usize = 1_000;
@@ -23,10 +23,10 @@ impl Catalog {
     }
 }
 
-impl Registry {
+impl Upstreams {
     /// Returns true if neither the caller nor the upstream that a name belongs to is switched off.
-    pub fn is_upstream_on(&self, caller: &Caller, name: &str) -> bool {
-        let catalog = self.catalog();
+    pub fn is_on(&self, caller: &Caller, name: &str) -> bool {
+        let catalog = self.registry.catalog();
         let (switches, project) = (catalog.switches(), &caller.project);
         let sources = source_names(Executor::MCP, name);
         let is_off = |source: &str| switches.find_for_source(project, source).is_some();

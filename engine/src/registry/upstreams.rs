@@ -17,39 +17,39 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_upstream_name};
 use crate::ports::core::from_store_error;
-use crate::registry::Admin;
+use crate::registry::Upstreams;
 use crate::schema::{self, CompileBudget};
 
-impl Admin {
+impl Upstreams {
     /// Returns every upstream of all projects, for the source that connects to them.
-    pub fn upstreams(&self) -> Vec<Upstream> {
+    pub fn list_all(&self) -> Vec<Upstream> {
         self.registry.catalog().directory().upstreams.clone()
     }
 
     /// Requires that this caller may add and remove the upstreams of its project.
-    pub fn require_upstream_admin(&self, caller: &Caller) -> Result<(), Error> {
+    pub fn require_admin(&self, caller: &Caller) -> Result<(), Error> {
         self.registry.require_operator(caller, Some(&caller.project))
     }
 
     /// Adds an upstream, or replaces its record.
-    pub async fn put_upstream(
+    pub async fn put(
         &self,
         caller: &Caller,
         name: &str,
         kind: &str,
         settings: Json,
     ) -> Result<Upstream, Error> {
-        self.require_upstream_admin(caller)?;
+        self.require_admin(caller)?;
         check_upstream_name(name).map_err(|reason| {
             Error::from(Fault::new(Code::ValidationError, reason).with_detail(json!({
                 "pointer": "/name",
             })))
         })?;
-        let (registry, project) = (self, caller.project.clone());
-        let added_ms = registry.core.clock.wall_ms();
+        let (registry, project) = (&self.registry, caller.project.clone());
+        let added_ms = self.core.clock.wall_ms();
         let (name, kind) = (name.to_owned(), kind.to_owned());
         let upstream = Upstream { project, name, kind, settings, added_ms };
-        let entry = registry.registry.audit_entry(
+        let entry = registry.audit_entry(
             caller,
             &upstream.project,
             "upstream.set",
@@ -57,7 +57,6 @@ impl Admin {
             &upstream.kind,
         );
         registry
-            .registry
             .change_directory(|_| {
                 let change = DirectoryChange::PutUpstream(Box::new(upstream.clone()));
                 Ok((change, Some(entry.clone())))
@@ -67,12 +66,11 @@ impl Admin {
     }
 
     /// Removes an upstream with its tools. Calls already made with them run to completion.
-    pub async fn remove_upstream(&self, caller: &Caller, name: &str) -> Result<(), Error> {
-        self.require_upstream_admin(caller)?;
-        let (registry, project) = (self, &caller.project);
-        let entry = registry.registry.audit_entry(caller, project, "upstream.removed", name, "");
+    pub async fn remove(&self, caller: &Caller, name: &str) -> Result<(), Error> {
+        self.require_admin(caller)?;
+        let (registry, project) = (&self.registry, &caller.project);
+        let entry = registry.audit_entry(caller, project, "upstream.removed", name, "");
         registry
-            .registry
             .change_directory(|catalog| {
                 let mut upstreams = catalog.directory().upstreams.iter();
                 if !upstreams.any(|other| other.project == *project && other.name == name) {
@@ -90,7 +88,7 @@ impl Admin {
     }
 
     /// Returns the stored tools of an upstream, sorted by name.
-    pub fn upstream_tools(&self, project: &str, upstream: &str) -> Vec<Arc<CatalogEntry>> {
+    pub fn tools(&self, project: &str, upstream: &str) -> Vec<Arc<CatalogEntry>> {
         let mut tools = self.registry.catalog().tools(project);
         tools.retain(|entry| belongs_to_upstream(&entry.definition, upstream));
         tools
@@ -98,7 +96,7 @@ impl Admin {
 
     /// Returns the project and name of each upstream that has tools here, whether or not it is
     /// still configured.
-    pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
+    pub fn list_with_tools(&self) -> HashSet<(String, String)> {
         let catalog = self.registry.catalog();
         let imported = catalog.directory().tools.iter().filter(|t| t.executor == Executor::MCP);
         let owners = imported.filter_map(|tool| {
@@ -110,7 +108,7 @@ impl Admin {
 
     /// Replaces the tools of an upstream. Returns the tools that were refused, each with the
     /// reason; one unusable tool does not exclude the others.
-    pub async fn set_upstream_tools(
+    pub async fn set_tools(
         &self,
         project: &str,
         upstream: &str,
@@ -146,23 +144,19 @@ impl Admin {
     }
 
     /// Removes the tools of an upstream that is no longer configured.
-    pub async fn remove_upstream_tools(&self, project: &str, upstream: &str) -> Result<(), Error> {
+    pub async fn remove_tools(&self, project: &str, upstream: &str) -> Result<(), Error> {
         let (project, name) = (project.to_owned(), upstream.to_owned());
         let change = DirectoryChange::DropUpstream { project, name };
         self.registry.change_directory(|_| Ok((change.clone(), None))).await
     }
 
     /// Returns the stored OAuth credential of an upstream. Only for the source that connects to it.
-    pub async fn upstream_credential(
-        &self,
-        project: &str,
-        upstream: &str,
-    ) -> Result<Option<String>, Error> {
+    pub async fn credential(&self, project: &str, upstream: &str) -> Result<Option<String>, Error> {
         self.core.store.credentials().credential(project, upstream).await.map_err(from_store_error)
     }
 
     /// Stores the OAuth credential of an upstream, or deletes it.
-    pub async fn set_upstream_credential(
+    pub async fn set_credential(
         &self,
         project: &str,
         upstream: &str,
@@ -173,7 +167,7 @@ impl Admin {
     }
 
     /// Returns the project and name of each upstream that has a stored credential.
-    pub async fn upstreams_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
+    pub async fn list_with_credentials(&self) -> Result<Vec<(String, String)>, Error> {
         self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
     }
 }

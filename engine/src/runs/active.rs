@@ -9,6 +9,7 @@ use serde_json::Value;
 use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
 use crate::calls::rejoin::PendingDelivery;
+use crate::domain::directory::kill_switches::KillSwitchSet;
 use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunStatus};
 use crate::runs::subscribers::{RunDelta, RunSubscription, Subscriber, Subscribers};
@@ -19,6 +20,8 @@ pub(crate) struct ActiveRuns {
     pub(crate) by_id: Mutex<HashMap<(String, String), Arc<ActiveRun>>>,
     /// Number of replays in progress.
     pub(crate) replays: AtomicUsize,
+    /// Number of conversations of OpenAI's API in progress, by project and run id.
+    pub(crate) conversations: Mutex<HashMap<(String, String), usize>>,
 }
 
 /// A run that this process drives.
@@ -89,6 +92,22 @@ impl ActiveRuns {
 
     pub(crate) fn get(&self, project: &str, run_id: &str) -> Option<Arc<ActiveRun>> {
         self.by_id.lock().get(&(project.to_owned(), run_id.to_owned())).cloned()
+    }
+
+    /// Returns true if this process drives the run and it has not ended.
+    pub(crate) fn is_active(&self, project: &str, run_id: &str) -> bool {
+        let active_run = self.get(project, run_id);
+        active_run.is_some_and(|active_run| !active_run.status.lock().is_terminal())
+    }
+
+    /// Interrupts the runs of agents and projects that are switched off. Their drivers end them.
+    pub(crate) fn interrupt_switched_off(&self, switches: &KillSwitchSet) {
+        let active: Vec<_> = self.by_id.lock().values().cloned().collect();
+        let is_off = |run: &ActiveRun| {
+            let (project, agent) = &run.owner;
+            switches.find_for_agent(project, agent).is_some()
+        };
+        active.iter().filter(|run| is_off(run)).for_each(|run| run.interrupt.notify_one());
     }
 }
 

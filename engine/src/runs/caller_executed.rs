@@ -23,6 +23,7 @@ use crate::domain::tool::{Executor, ToolDefinition, check_tool_name};
 use crate::lifecycle::Event;
 use crate::ports::core::from_store_error;
 use crate::ports::store::{CallFilter, IdempotencyKey};
+use crate::registry::authorize::enforce_decision;
 use crate::registry::catalog::CatalogEntry;
 use crate::registry::model_tool_names;
 use crate::runs::Runs;
@@ -127,7 +128,7 @@ impl Runs {
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
         let catalog = self.registry.catalog();
         let decision = catalog.authorize_reported_call(caller, &request.tool);
-        self.registry.enforce_decision(caller, &request.tool, decision).await?;
+        enforce_decision(&self.registry, caller, &request.tool, decision).await?;
         if request.retry.is_some_and(|retry| retry > 0) {
             let message = "retry: Toolcrib does not retry calls that you execute";
             return Err(Error::refused(Code::ValidationError, message));

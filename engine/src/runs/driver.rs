@@ -315,7 +315,7 @@ impl RunDriver<'_> {
 
     /// Fails if the API key that the run acts for was revoked.
     fn check_key_active(&self) -> Result<(), Error> {
-        if !self.acts_for_key || self.engine.registry.has_active_key(&self.caller) {
+        if !self.acts_for_key || self.engine.registry.credentials.has_active_key(&self.caller) {
             return Ok(());
         }
         let message = format!(

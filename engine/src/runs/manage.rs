@@ -25,8 +25,8 @@ use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
-use crate::runs::active::{ActiveRun, RunGuard, StartedRun, run_not_found};
-use crate::runs::rejoin::undelivered_request;
+use crate::runs::active::{RunGuard, StartedRun};
+use crate::runs::rejoin::{join_earlier_run, undelivered_request};
 use crate::runs::{Runs, agent_loop};
 
 /// Message with which a run is resumed that ended with an answer because all its calls failed.
@@ -119,7 +119,7 @@ impl Runs {
             false => None,
         };
         if let Some(request) = &undelivered
-            && let Some(joined) = self.join_earlier_run(request, new.subscribes).await?
+            && let Some(joined) = join_earlier_run(self, request, new.subscribes).await?
         {
             return Ok(joined);
         }
@@ -143,7 +143,7 @@ impl Runs {
             id,
             project: caller.project.clone(),
             owner: RunOwner {
-                keyed: self.registry.has_active_key(caller),
+                keyed: self.registry.credentials.has_active_key(caller),
                 ..RunOwner::from(caller)
             },
             model: new.model,
@@ -167,12 +167,7 @@ impl Runs {
 
     /// Returns one run.
     pub async fn find_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
-        let found = self.core.store.runs().run(&caller.project, run_id).await;
-        let catalog = self.registry.catalog();
-        // A run that the caller may not read is answered exactly as one that does not exist.
-        let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
-        let found = found.map_err(from_store_error)?.filter(is_readable);
-        found.ok_or_else(|| run_not_found(run_id))
+        self.streams.find_run(caller, run_id).await
     }
 
     /// Checks that this caller may make calls under this run id. Refused if a run with this id
@@ -339,7 +334,7 @@ impl Runs {
             let enough = now_ms >= until_ms || self.core.shutdown.is_cancelled();
             // While this process drives the run, it has not ended, and the store need not be read
             // at each wake-up.
-            if enough || !self.is_run_active(caller, run_id) {
+            if enough || !self.active_runs.is_active(&caller.project, run_id) {
                 let run = self.find_run(caller, run_id).await?;
                 if enough || run.status.is_terminal() {
                     return Ok(run);
@@ -373,17 +368,6 @@ impl Runs {
             tracing::info!(count, "adopted open runs");
         }
         Ok(count)
-    }
-
-    /// Interrupts the runs of agents and projects that are switched off. Their drivers end them.
-    pub(crate) fn interrupt_switched_off(&self) {
-        let catalog = self.registry.catalog();
-        let active: Vec<_> = self.active_runs.by_id.lock().values().cloned().collect();
-        let is_off = |run: &ActiveRun| {
-            let (project, agent) = &run.owner;
-            catalog.switches().find_for_agent(project, agent).is_some()
-        };
-        active.iter().filter(|run| is_off(run)).for_each(|run| run.interrupt.notify_one());
     }
 
     /// Returns the number of runs that have not ended.

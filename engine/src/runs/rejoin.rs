@@ -45,31 +45,23 @@ pub(super) fn project_policy(core: &Core, caller: &Caller) -> ExecutionPolicy {
     project.map_or_else(|| policies.global.clone(), |patch| policies.global.with_patch(patch))
 }
 
-impl Runs {
-    /// Returns an earlier run of the same request whose requester is gone.
-    pub(super) async fn join_earlier_run(
-        &self,
-        request: &UndeliveredRequest,
-        subscribes: bool,
-    ) -> Result<Option<StartedRun>, Error> {
-        while let Some(delivery) = self.calls.rejoin.take_over(&request.digest) {
-            let found = self.core.store.runs().run(&request.project, delivery.id()).await;
-            let Some(run) = found.map_err(from_store_error)? else {
-                delivery.mark_delivered();
-                continue;
-            };
-            delivery.record_join();
-            let active = self.active_runs.get(&run.project, &run.id).filter(|_| subscribes);
-            let subscription = RunSubscription::new(active.map(|active| active.subscribe()));
-            let delivery = Some(delivery);
-            return Ok(Some(StartedRun {
-                run,
-                replayed: false,
-                joined: true,
-                delivery,
-                subscription,
-            }));
-        }
-        Ok(None)
+/// Returns an earlier run of the same request whose requester is gone.
+pub(super) async fn join_earlier_run(
+    runs: &Runs,
+    request: &UndeliveredRequest,
+    subscribes: bool,
+) -> Result<Option<StartedRun>, Error> {
+    while let Some(delivery) = runs.calls.rejoin.take_over(&request.digest) {
+        let found = runs.core.store.runs().run(&request.project, delivery.id()).await;
+        let Some(run) = found.map_err(from_store_error)? else {
+            delivery.mark_delivered();
+            continue;
+        };
+        delivery.record_join();
+        let active = runs.active_runs.get(&run.project, &run.id).filter(|_| subscribes);
+        let subscription = RunSubscription::new(active.map(|active| active.subscribe()));
+        let delivery = Some(delivery);
+        return Ok(Some(StartedRun { run, replayed: false, joined: true, delivery, subscription }));
     }
+    Ok(None)
 }

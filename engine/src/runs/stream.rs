@@ -1,22 +1,80 @@
 //! Streams a run: its stored events in order, and its live deltas.
 
+use std::sync::Arc;
+
+use crate::calls::Calls;
+use crate::domain::access_rules::RuleAction;
 use crate::domain::call::Status;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
-use crate::domain::run::{JournalEntry, RunEvent, dedup_replies};
+use crate::domain::run::{JournalEntry, Run, RunEvent, dedup_replies};
 use crate::ports::bus::Topic;
-use crate::ports::core::from_store_error;
+use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::CallFilter;
-use crate::runs::Runs;
+use crate::registry::Registry;
+use crate::runs::active::{ActiveRuns, run_not_found};
 use crate::runs::subscribers::RunSubscription;
 
-impl Runs {
+/// The stored events and the live deltas of runs.
+pub struct RunStreams {
+    core: Arc<Core>,
+    registry: Arc<Registry>,
+    calls: Arc<Calls>,
+    pub(crate) active_runs: Arc<ActiveRuns>,
+}
+
+/// A conversation of OpenAI's API in progress. Its run is active until this is dropped.
+pub struct ActiveConversation {
+    core: Arc<Core>,
+    active_runs: Arc<ActiveRuns>,
+    key: (String, String),
+}
+
+impl Drop for ActiveConversation {
+    fn drop(&mut self) {
+        {
+            let mut conversations = self.active_runs.conversations.lock();
+            if let Some(count) = conversations.get_mut(&self.key) {
+                *count -= 1;
+                if *count == 0 {
+                    conversations.remove(&self.key);
+                }
+            }
+        }
+        let (project, run_id) = self.key.clone();
+        self.core.bus.wake(&Topic::Run { project, run_id });
+    }
+}
+
+impl RunStreams {
+    pub(crate) fn new(calls: &Arc<Calls>) -> Self {
+        Self {
+            core: calls.core.clone(),
+            registry: calls.registry.clone(),
+            calls: calls.clone(),
+            active_runs: Arc::default(),
+        }
+    }
+
+    /// Returns one run. A run that the caller may not read is answered exactly as one that does not
+    /// exist.
+    pub(super) async fn find_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
+        let found = self.core.store.runs().run(&caller.project, run_id).await;
+        let catalog = self.registry.catalog();
+        let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
+        let found = found.map_err(from_store_error)?.filter(is_readable);
+        found.ok_or_else(|| run_not_found(run_id))
+    }
+
+    /// Registers a conversation in progress under its run.
+    pub fn register_conversation(&self, caller: &Caller, run_id: &str) -> ActiveConversation {
+        let key = (caller.project.clone(), run_id.to_owned());
+        *self.active_runs.conversations.lock().entry(key.clone()).or_default() += 1;
+        ActiveConversation { core: self.core.clone(), active_runs: self.active_runs.clone(), key }
+    }
+
     /// Subscribes to the deltas of a run from now on. A run that the caller may not read has none.
-    pub async fn subscribe_run(
-        &self,
-        caller: &Caller,
-        run_id: &str,
-    ) -> Result<RunSubscription, Error> {
+    pub async fn subscribe(&self, caller: &Caller, run_id: &str) -> Result<RunSubscription, Error> {
         let is_readable = self.is_run_readable(caller, run_id).await?;
         let active = self.active_runs.get(&caller.project, run_id).filter(|_| is_readable);
         Ok(RunSubscription::new(active.map(|active| active.subscribe())))
@@ -30,18 +88,8 @@ impl Runs {
         }
     }
 
-    /// Returns true if this process drives the run and it has not ended.
-    pub fn is_run_active(&self, caller: &Caller, run_id: &str) -> bool {
-        let active_run = self.active_runs.get(&caller.project, run_id);
-        active_run.is_some_and(|active_run| !active_run.status.lock().is_terminal())
-    }
-
     /// Returns a run's whole journal, in order.
-    pub async fn run_journal(
-        &self,
-        caller: &Caller,
-        run_id: &str,
-    ) -> Result<Vec<JournalEntry>, Error> {
+    pub async fn journal(&self, caller: &Caller, run_id: &str) -> Result<Vec<JournalEntry>, Error> {
         self.find_run(caller, run_id).await?;
         let read = self.core.store.runs().journal(&caller.project, run_id).await;
         read.map(dedup_replies).map_err(from_store_error)
@@ -50,29 +98,29 @@ impl Runs {
     /// Returns the events of a run and its calls after this number, and waits until there is one.
     /// Returns an empty list when there can be no more: the run has ended, or the engine is
     /// shutting down. A run id that only groups calls never ends.
-    pub async fn run_events(
+    pub async fn events(
         &self,
         caller: &Caller,
         run_id: &str,
         after: u64,
         limit: usize,
     ) -> Result<Vec<RunEvent>, Error> {
-        self.read_run_events(caller, run_id, after, limit, /*ends_when_idle*/ false).await
+        self.read_events(caller, run_id, after, limit, /*ends_when_idle*/ false).await
     }
 
-    /// Returns events as [`Runs::run_events`] does. A run id that only groups calls ends too: when
+    /// Returns events as [`RunStreams::events`] does. A run id that only groups calls ends too: when
     /// it has no open call, and no conversation of OpenAI's API is in progress under it.
-    pub async fn run_events_until_idle(
+    pub async fn events_until_idle(
         &self,
         caller: &Caller,
         run_id: &str,
         after: u64,
         limit: usize,
     ) -> Result<Vec<RunEvent>, Error> {
-        self.read_run_events(caller, run_id, after, limit, /*ends_when_idle*/ true).await
+        self.read_events(caller, run_id, after, limit, /*ends_when_idle*/ true).await
     }
 
-    async fn read_run_events(
+    async fn read_events(
         &self,
         caller: &Caller,
         run_id: &str,
@@ -87,7 +135,7 @@ impl Runs {
         let is_readable =
             catalog.may_read_all_calls(caller) || self.is_run_readable(caller, run_id).await?;
         loop {
-            let active_run = self.is_run_active(caller, run_id);
+            let active_run = self.active_runs.is_active(&caller.project, run_id);
             let found = match is_readable && !active_run {
                 true => loops.run(&caller.project, run_id).await.map_err(from_store_error)?,
                 false => None,
@@ -125,7 +173,8 @@ impl Runs {
 
     /// Returns whether a run id has neither an open call nor a conversation in progress.
     async fn is_idle(&self, project: &str, run_id: &str) -> Result<bool, Error> {
-        if self.conversations.has_active(project, run_id) {
+        let key = (project.to_owned(), run_id.to_owned());
+        if self.active_runs.conversations.lock().contains_key(&key) {
             return Ok(false);
         }
         for status in [Status::Pending, Status::Running] {

@@ -88,37 +88,6 @@ impl Utp {
             utp.acknowledge_inbox_items(&caller.project, agent_id, inbox_ids, now_ms).await;
         acknowledged.map_err(from_store_error)
     }
-
-    /// Returns outbox messages to publish, each with its number: oldest first, after this number.
-    pub async fn outbox(
-        &self,
-        after: u64,
-        limit: usize,
-    ) -> Result<Vec<(u64, OutboxMessage)>, Error> {
-        self.core.store.utp().outbox(after, limit).await.map_err(from_store_error)
-    }
-
-    /// Removes messages that were published or are no longer needed.
-    pub async fn remove_from_outbox(&self, ids: &[String]) -> Result<(), Error> {
-        self.core.store.utp().remove_from_outbox(ids).await.map_err(from_store_error)
-    }
-
-    /// Adds a message to the outbox.
-    pub async fn enqueue_outbox(
-        &self,
-        caller: &Caller,
-        message: OutboxMessage,
-    ) -> Result<(), Error> {
-        self.registry.require_admin(caller, None)?;
-        self.core.store.utp().append_to_outbox(vec![message]).await.map_err(from_store_error)?;
-        self.core.bus.wake(&Topic::Outbox);
-        Ok(())
-    }
-
-    /// Subscribes to new outbox messages.
-    pub fn subscribe_outbox(&self) -> crate::ports::bus::Listener {
-        self.core.bus.listen(Topic::Outbox)
-    }
 }
 
 impl Utp {

@@ -259,7 +259,7 @@ async fn recorded_calls_are_validated_against_the_tools_of_the_run() {
 /// An agent with a key, in a project with these rules.
 async fn agent(engine: &Engine, name: &str, deny: Option<&str>) -> Caller {
     let operator = Caller::local("p");
-    if !engine.registry().has_keys() {
+    if !engine.registry().credentials().has_keys() {
         let first = NewKey::new("p", "operator", Role::Admin);
         engine.admin().create_key(&operator, first, "x".repeat(40)).await.unwrap();
     }

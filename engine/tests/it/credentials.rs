@@ -27,7 +27,7 @@ impl Node {
     }
 
     fn is_valid(&self, secret: &str) -> bool {
-        self.engine.registry().authenticate(&Credentials::new(secret)).is_ok()
+        self.engine.registry().credentials().authenticate(&Credentials::new(secret)).is_ok()
     }
 
     async fn create_key(&self, agent: &str, role: Role, expires_ms: Option<u64>) -> String {
@@ -48,7 +48,8 @@ async fn node_with_credentials(store: &Arc<MemoryStore>) -> (Node, String, Strin
     let node = Node::start(store, START_MS).await;
     node.create_key("operator", Role::Admin, None).await;
     let key = node.create_key("ada", Role::Agent, Some(START_MS + HOUR_MS as u64)).await;
-    let caller = node.engine.registry().authenticate(&Credentials::new(&key)).unwrap().caller;
+    let caller =
+        node.engine.registry().credentials().authenticate(&Credentials::new(&key)).unwrap().caller;
     let new = NewSessionToken { ttl_ms: 10 * HOUR_MS as u64, ..NewSessionToken::default() };
     let token = "token".repeat(10);
     let created = node.engine.admin().create_session_token(&caller, new, token.clone()).await;

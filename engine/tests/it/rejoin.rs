@@ -188,7 +188,12 @@ async fn a_key_without_rejoin_turns_it_off_for_its_agent() {
         let new = NewKey { allow, rejoin, ..NewKey::new("default", agent, Role::Agent) };
         let secret = format!("{agent:x>40}");
         engine.admin().create_key(&caller(), new, secret.clone()).await.unwrap();
-        let caller = engine.registry().authenticate(&Credentials::new(&secret)).unwrap().caller;
+        let caller = engine
+            .registry()
+            .credentials()
+            .authenticate(&Credentials::new(&secret))
+            .unwrap()
+            .caller;
         let request = || request("bank.pay", r#"{"amount": 5}"#);
         drop(engine.calls().invoke(&caller, request()).await.unwrap());
         let again = engine.calls().invoke(&caller, request()).await.unwrap();

@@ -446,6 +446,9 @@ fn a_rule_that_means_less_than_its_author_thinks_is_refused() {
     let twice = json!({"rules": [{"id": "a", "verdict": "deny"}, {"id": "a", "verdict": "allow"}]});
     let error = parse_rule_set("p", &twice).unwrap_err();
     assert!(error.to_string().contains("rules/1/id"), "{error}");
+    let unnamed = json!({"rules": [{"id": "a", "verdict": "deny"}, {"verdict": "allow"}]});
+    let ids: Vec<_> = parse_rule_set("p", &unnamed).unwrap().into_iter().map(|r| r.id).collect();
+    assert_eq!(ids, ["a", "rule-2"]);
     let read = json!({"verdict": "deny", "actions": ["read"]});
     assert_eq!(parse_rule("p", Some("x"), &read, "").unwrap().actions, [RuleAction::Read]);
 }

@@ -80,7 +80,7 @@ async fn wait_for_end(engine: &Engine, run_id: &str) -> Run {
 }
 
 async fn messages(engine: &Engine, run_id: &str) -> Vec<Value> {
-    let journal = engine.runs().run_journal(&caller(), run_id).await.unwrap();
+    let journal = engine.runs().streams().journal(&caller(), run_id).await.unwrap();
     journal.into_iter().flat_map(|entry| entry.record.messages).collect()
 }
 
@@ -144,7 +144,7 @@ async fn run_events_and_call_events_are_one_ordered_stream() {
     let id = engine.runs().start_run(&caller(), new_run("How much?")).await.unwrap().run.id;
     let (mut after, mut kinds) = (0, Vec::new());
     loop {
-        let events = engine.runs().run_events(&caller(), &id, after, 2).await.unwrap();
+        let events = engine.runs().streams().events(&caller(), &id, after, 2).await.unwrap();
         let Some(last) = events.last() else { break };
         after = last.number();
         kinds.extend(events.into_iter().map(|event| match event {

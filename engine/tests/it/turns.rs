@@ -11,9 +11,9 @@ use toolcrib::{Caller, Engine, Fault, FnTool, Json};
 
 /// Returns the subjects of the messages in the outbox, and empties it.
 async fn published(engine: &Engine) -> Vec<String> {
-    let messages = engine.utp().outbox(0, 100).await.unwrap();
+    let messages = engine.utp().outbox().messages(0, 100).await.unwrap();
     let ids: Vec<String> = messages.iter().map(|(_, message)| message.id.clone()).collect();
-    engine.utp().remove_from_outbox(&ids).await.unwrap();
+    engine.utp().outbox().remove(&ids).await.unwrap();
     messages.into_iter().map(|(_, message)| message.subject).collect()
 }
 

@@ -119,7 +119,8 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
     telemetry::start_logging(&config.log.level, config.log.format);
     let served = bootstrap::start_server(&config).await?;
     let engine = served.engine.clone();
-    let credentials = match (engine.registry().has_keys(), context.global.key.as_deref()) {
+    let has_keys = engine.registry().credentials().has_keys();
+    let credentials = match (has_keys, context.global.key.as_deref()) {
         (false, _) => None,
         (true, Some(key)) => Some(ProcessCredentials::authenticate(&engine, key).await?),
         (true, None) => {

@@ -36,7 +36,7 @@ pub fn parse_servers_to_add(
     mut document: Value,
 ) -> Result<Vec<McpServerSettings>, Error> {
     let pinned = |name: &str| {
-        let mut upstreams = engine.admin().upstreams().into_iter();
+        let mut upstreams = engine.upstreams().list_all().into_iter();
         let upstream =
             upstreams.find(|upstream| upstream.project == caller.project && upstream.name == name);
         upstream.is_some_and(|upstream| upstream.settings.to_value()["pin"] == true)
@@ -206,13 +206,13 @@ fn source_not_found(name: &str) -> Error {
 #[async_trait]
 impl SourceAdmin for McpServerReconciler {
     fn list(&self, caller: &Caller) -> Result<Vec<SourceBody>, Error> {
-        self.engine.admin().require_upstream_admin(caller)?;
+        self.engine.upstreams().require_admin(caller)?;
         let all = self.upstreams.statuses(&caller.project);
         Ok(all.into_iter().map(|status| self.to_source_body(status, false)).collect())
     }
 
     fn get(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error> {
-        self.engine.admin().require_upstream_admin(caller)?;
+        self.engine.upstreams().require_admin(caller)?;
         let found = self.upstreams.status(&caller.project, name);
         found.map(|status| self.to_source_body(status, true)).ok_or_else(|| source_not_found(name))
     }
@@ -223,15 +223,15 @@ impl SourceAdmin for McpServerReconciler {
         document: Value,
         wait: Duration,
     ) -> Result<Vec<SourceBody>, Error> {
-        self.engine.admin().require_upstream_admin(caller)?;
+        self.engine.upstreams().require_admin(caller)?;
         let mut settings = parse_servers_to_add(&self.engine, caller, document)?;
         for server_settings in &mut settings {
             self.check_admission(caller, server_settings)?;
         }
         for server_settings in &settings {
             self.engine
-                .admin()
-                .put_upstream(
+                .upstreams()
+                .put(
                     caller,
                     &server_settings.name,
                     MCP_UPSTREAM_KIND,
@@ -250,12 +250,12 @@ impl SourceAdmin for McpServerReconciler {
     }
 
     async fn remove(&self, caller: &Caller, name: &str) -> Result<(), Error> {
-        self.engine.admin().require_upstream_admin(caller)?;
+        self.engine.upstreams().require_admin(caller)?;
         if self.is_configured(&caller.project, name) {
             let message = format!("\"{name}\" is in the server's configuration: remove it there");
             return Err(Error::refused(Code::Conflict, message));
         }
-        self.engine.admin().remove_upstream(caller, name).await?;
+        self.engine.upstreams().remove(caller, name).await?;
         self.reconcile();
         Ok(())
     }

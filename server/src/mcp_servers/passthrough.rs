@@ -32,7 +32,7 @@ pub struct UpstreamPassthrough {
 
 /// Returns true if the rules allow the caller a name of an upstream, and no kill switch covers it.
 fn may_use(engine: &Engine, caller: &Caller, name: &str) -> bool {
-    engine.registry().is_allowed(caller, name) && engine.registry().is_upstream_on(caller, name)
+    engine.registry().is_allowed(caller, name) && engine.upstreams().is_on(caller, name)
 }
 
 type Peers = BTreeMap<String, Peer<RoleClient>>;

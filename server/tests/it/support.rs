@@ -130,7 +130,9 @@ impl Server {
     pub async fn keyed(&self, project: &str, agent: &str, role: &str, allow: &[&str]) -> Api {
         let roles: toolcrib::RoleSet = role.parse().unwrap();
         let operator = toolcrib::Caller::local("default");
-        if !self.engine.registry().has_keys() && !roles.contains(toolcrib::Role::Admin) {
+        if !self.engine.registry().credentials().has_keys()
+            && !roles.contains(toolcrib::Role::Admin)
+        {
             let first = NewKey::new(project, "first-admin", toolcrib::Role::Admin);
             let secret = toolcrib_transport::auth::generate_secret();
             self.engine.admin().create_key(&operator, first, secret).await.unwrap();

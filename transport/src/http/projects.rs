@@ -65,7 +65,7 @@ async fn create(
     let generate_id = || format!("proj_{}", ulid::Ulid::generate().to_string().to_lowercase());
     let id = body.project_id.unwrap_or_else(generate_id);
     let title: String = body.title.chars().take(200).collect();
-    let project = state.engine.registry().create_project(&caller, &id, &title).await?;
+    let project = state.engine.projects().create(&caller, &id, &title).await?;
     Ok((StatusCode::CREATED, Json(ProjectBody::from(project))).into_response())
 }
 
@@ -76,7 +76,7 @@ async fn list(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Json<Vec<ProjectBody>> {
-    Json(state.engine.registry().projects(&caller).into_iter().map(ProjectBody::from).collect())
+    Json(state.engine.projects().list(&caller).into_iter().map(ProjectBody::from).collect())
 }
 
 /// A tool of a project.
@@ -149,11 +149,11 @@ async fn put_tool(
         definition::read_document(request, limit, toolcrib_protocol::yaml::parse).await?;
     let checked = definition::validate(&document, state.settings.jina.as_ref())?;
     definition::check_schemas(&caller.project, &checked).await?;
-    let caller = state.engine.registry().switch_project(&caller, &project)?;
+    let caller = state.engine.projects().switch_project(&caller, &project)?;
     let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let definition =
         checked.bind_to_project(&caller.project, &state.settings.utp_version, default_ms)?;
-    let entry = state.engine.registry().put_tool(&caller, definition).await?;
+    let entry = state.engine.projects().put_tool(&caller, definition).await?;
     Ok((StatusCode::CREATED, Json(ProjectToolBody::from(entry.as_ref()))).into_response())
 }
 
@@ -183,8 +183,8 @@ async fn list_tools(
         ApiError::from(Error::refused(Code::ValidationError, message))
     };
     let QueryParams(page) = page.map_err(invalid)?;
-    let caller = state.engine.registry().switch_project(&caller, &project)?;
-    let tools = state.engine.registry().project_tools(&caller)?;
+    let caller = state.engine.projects().switch_project(&caller, &project)?;
+    let tools = state.engine.projects().tools(&caller)?;
     let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(200).min(1_000));
     let part = tools.iter().skip(offset).take(limit);
     Ok(Json(part.map(|entry| ProjectToolBody::from(entry.as_ref())).collect()))
@@ -218,8 +218,8 @@ async fn show_tool(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     path: ProjectToolPath,
 ) -> Result<Json<ProjectToolBody>, ApiError> {
-    let caller = state.engine.registry().switch_project(&caller, &path.project)?;
-    let entry = state.engine.registry().project_tool(&caller, &path.name)?;
+    let caller = state.engine.projects().switch_project(&caller, &path.project)?;
+    let entry = state.engine.projects().tool(&caller, &path.name)?;
     Ok(Json(ProjectToolBody::from(entry.as_ref())))
 }
 
@@ -235,7 +235,7 @@ async fn drop_tool(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     path: ProjectToolPath,
 ) -> Result<StatusCode, ApiError> {
-    let caller = state.engine.registry().switch_project(&caller, &path.project)?;
-    state.engine.registry().remove_tool(&caller, &path.name).await?;
+    let caller = state.engine.projects().switch_project(&caller, &path.project)?;
+    state.engine.projects().remove_tool(&caller, &path.name).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -45,7 +45,7 @@ async fn supervise<F: Future<Output = ()>>(down: impl Fn(), start: impl Fn() -> 
 }
 
 async fn publish_loop(engine: Engine, nats: NatsConnection) {
-    let mut wake = engine.utp().subscribe_outbox();
+    let mut wake = engine.utp().outbox().subscribe();
     let mut outbox = OutboxPublisher { engine, nats, retries: HashMap::new() };
     loop {
         if !outbox.nats.is_connected() {
@@ -91,7 +91,7 @@ impl OutboxPublisher {
     async fn publish_pending(&mut self) -> anyhow::Result<usize> {
         let (mut after, mut removed) = (0, 0);
         loop {
-            let messages = self.engine.utp().outbox(after, OUTBOX_PAGE_SIZE).await?;
+            let messages = self.engine.utp().outbox().messages(after, OUTBOX_PAGE_SIZE).await?;
             let Some((last, _)) = messages.last() else { break };
             after = *last;
             removed += self.publish_page(&messages).await?;
@@ -139,7 +139,7 @@ impl OutboxPublisher {
         for id in &removed {
             self.retries.remove(id);
         }
-        self.engine.utp().remove_from_outbox(&removed).await?;
+        self.engine.utp().outbox().remove(&removed).await?;
         Ok(removed.len())
     }
 

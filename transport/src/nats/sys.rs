@@ -97,7 +97,7 @@ async fn get_cards(
 }
 
 async fn put_card(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
-    engine.registry().require_project(&caller.project)?;
+    engine.projects().require_project(&caller.project)?;
     let (card, created) = engine.utp().put_card(caller, &body["card"]).await?;
     Ok(json!({ "ok": true, "card_id": card.card_id, "created": created }))
 }
@@ -190,7 +190,7 @@ async fn dead_letter_command(
     caller: &Caller,
     body: &Value,
 ) -> Result<Value, Error> {
-    engine.registry().require_project(&caller.project)?;
+    engine.projects().require_project(&caller.project)?;
     if !is_command_of(body["subject"].as_str().unwrap_or_default(), &caller.project) {
         let message = "subject must be that of a command for a tool of this project: \
                        cg.<version>.<project>.<channel>.cmd.tool.<target>.<suffix>";

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::calls::Dispatcher;
-use crate::calls::accept::approval_request::{RequiredApproval, rule_binding};
+use crate::calls::accept::approval_request::{RequiredApproval, build_approval, rule_binding};
 use crate::calls::request::{ExecutedArguments, fit_to_schema};
 use crate::domain::access_rules::{AccessDecision, AskDecision, Denial, RuleAction};
 use crate::domain::call::{Call, Hold, Status, Target};
@@ -15,7 +15,7 @@ use crate::domain::tool::Executor;
 use crate::lifecycle::Event;
 use crate::ports::engine_metrics;
 use crate::registry::AccessRequest;
-use crate::registry::authorize::denial_fault;
+use crate::registry::authorize::{audit_denial, denial_fault};
 use crate::registry::catalog::{Catalog, CatalogEntry};
 
 impl Dispatcher {
@@ -79,7 +79,7 @@ impl Dispatcher {
         // The call may have started to run, or have ended, in the meantime: then nothing is denied.
         if self.advance_with_retry(&call.project, &call.id, event).await {
             engine_metrics::count_denied();
-            if let Err(error) = self.registry.audit_denial(&caller, tool, &denial.reason).await {
+            if let Err(error) = audit_denial(&self.registry, &caller, tool, &denial.reason).await {
                 tracing::warn!(%error, "a denial was not audited");
             }
         }
@@ -121,9 +121,8 @@ impl Dispatcher {
             }
         }
         let required = RequiredApproval { ask, digest };
-        let build =
-            || self.build_approval(call, target.as_ref().unwrap_or(&call.target), required, now_ms);
-        match build().await {
+        let held_target = target.as_ref().unwrap_or(&call.target);
+        match build_approval(&self.core, call, held_target, required, now_ms).await {
             Ok(approval) => {
                 let (approval, target) = (Box::new(approval), target.map(Box::new));
                 let event = Event::ApprovalRequired { approval, target };
@@ -155,7 +154,7 @@ impl Dispatcher {
         let value = Cow::Owned(args.to_value());
         let given = ExecutedArguments { args, value };
         match fit_to_schema(entry, given, &[], self.core.limits.max_args_bytes) {
-            Ok(args) => Ok(Some(self.build_target(entry, args))),
+            Ok(args) => Ok(Some(self.targets.build_target(entry, args))),
             Err(Error::Refused { fault, .. }) => Err(fault),
             Err(error @ Error::Internal(_)) => Err(Fault::runtime(error.to_string())),
         }

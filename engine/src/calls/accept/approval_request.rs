@@ -8,6 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::calls::accept::Ticket;
+use crate::calls::commit::together::request_audit_entry;
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::access_rules::{AccessDecision, AskDecision};
 use crate::domain::call::approval::{
@@ -20,9 +21,11 @@ use crate::domain::event::EventRecord;
 use crate::domain::fault::Error;
 use crate::domain::id::CallId;
 use crate::lifecycle::approvals::hold_for_approval;
-use crate::ports::core::from_store_error;
+use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::approvals::NewApproval;
+use crate::registry::Registry;
+use crate::registry::authorize::enforce_decision;
 use crate::registry::catalog::Catalog;
 
 /// Interval at which a request looks whether the calls of the previous process are known.
@@ -38,50 +41,49 @@ pub(crate) struct RequiredApproval {
     pub(crate) digest: String,
 }
 
+/// Enforces a decision about a call. Returns the approval that the call needs, if it needs one.
+pub(crate) async fn enforce_unless_asked(
+    registry: &Registry,
+    caller: &Caller,
+    call: &Call,
+    decision: AccessDecision,
+) -> Result<Option<AskDecision>, Error> {
+    let ask = match &decision {
+        AccessDecision::Ask(ask) => Some((**ask).clone()),
+        AccessDecision::Allowed | AccessDecision::Denied(_) => None,
+    };
+    enforce_decision(registry, caller, &call.tool_name, decision).await?;
+    Ok(ask)
+}
+
+/// Holds a new call for the approval that its rule asks for, unless a standing approval
+/// releases it. Returns the approval to store with the call, and the record of it.
+pub(crate) async fn request_approval(
+    dispatcher: &Dispatcher,
+    catalog: &Catalog,
+    caller: &Caller,
+    call: &mut Call,
+    ask: AskDecision,
+) -> Result<Option<(Box<NewApproval>, EventRecord)>, Error> {
+    let digest = rule_binding(catalog, call, &call.target, &ask);
+    let required = RequiredApproval { ask, digest };
+    let requester = ApprovalRequester::new(caller);
+    let now_ms = call.created_ms;
+    let index = &dispatcher.approval_index;
+    if let Some(standing) =
+        index.find_standing(&call.project, &requester, &call.run_id, &required.digest, now_ms)
+    {
+        call.approval = Some(Box::new(CallApproval::from_standing(&standing)));
+        return Ok(None);
+    }
+    let approval = build_approval(&dispatcher.core, call, &call.target, required, now_ms).await?;
+    let remaining_ms = call.deadline_ms.saturating_sub(now_ms);
+    let record = hold_for_approval(call, &approval, remaining_ms, now_ms);
+    let audit = request_audit_entry(&dispatcher.registry, caller, &approval);
+    Ok(Some((Box::new(NewApproval { approval, audit }), record)))
+}
+
 impl Calls {
-    /// Enforces a decision about a call. Returns the approval that the call needs, if it needs one.
-    pub(crate) async fn enforce_unless_asked(
-        &self,
-        caller: &Caller,
-        call: &Call,
-        decision: AccessDecision,
-    ) -> Result<Option<AskDecision>, Error> {
-        let ask = match &decision {
-            AccessDecision::Ask(ask) => Some((**ask).clone()),
-            AccessDecision::Allowed | AccessDecision::Denied(_) => None,
-        };
-        self.registry.enforce_decision(caller, &call.tool_name, decision).await?;
-        Ok(ask)
-    }
-
-    /// Holds a new call for the approval that its rule asks for, unless a standing approval
-    /// releases it. Returns the approval to store with the call, and the record of it.
-    pub(crate) async fn request_approval(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        call: &mut Call,
-        ask: AskDecision,
-    ) -> Result<Option<(Box<NewApproval>, EventRecord)>, Error> {
-        let digest = rule_binding(catalog, call, &call.target, &ask);
-        let required = RequiredApproval { ask, digest };
-        let requester = ApprovalRequester::new(caller);
-        let now_ms = call.created_ms;
-        let dispatcher = &self.dispatcher;
-        let index = &dispatcher.approval_index;
-        if let Some(standing) =
-            index.find_standing(&call.project, &requester, &call.run_id, &required.digest, now_ms)
-        {
-            call.approval = Some(Box::new(CallApproval::from_standing(&standing)));
-            return Ok(None);
-        }
-        let approval = dispatcher.build_approval(call, &call.target, required, now_ms).await?;
-        let remaining_ms = call.deadline_ms.saturating_sub(now_ms);
-        let record = hold_for_approval(call, &approval, remaining_ms, now_ms);
-        let audit = dispatcher.request_audit_entry(caller, &approval);
-        Ok(Some((Box::new(NewApproval { approval, audit }), record)))
-    }
-
     /// Returns the ticket of an equal call of the same caller that waits for its approval. From
     /// then on an idempotency key of the request leads to that call; one that was used before leads
     /// to its own.
@@ -149,69 +151,52 @@ pub(crate) fn rule_binding(
     binding_digest(target, &ask.rule_id, &content)
 }
 
-impl Dispatcher {
-    /// Builds the approval of a call for this target, with the difference to the last approved call
-    /// of the tool.
-    pub(crate) async fn build_approval(
-        &self,
-        call: &Call,
-        target: &Target,
-        required: RequiredApproval,
-        now_ms: u64,
-    ) -> Result<Approval, Error> {
-        let RequiredApproval { ask, digest } = required;
-        let store = self.core.store.approvals();
-        let last = store.last_approved(&call.project, &target.tool).await;
-        let previous = last.map_err(from_store_error)?.map(|last| PreviousApproval {
-            changes: find_changes(&last.request.args, &target.args),
-            approval_id: last.id,
-            call_id: last.call_id,
-        });
-        let settings = &self.core.approval_settings;
-        let sends_webhook = settings.webhook_url.is_some() && self.core.webhook_sender.is_some();
-        let requester = ApprovalRequester {
-            agent: call.origin.agent.clone(),
-            attributes: (*call.origin.attributes).clone(),
-        };
-        let unused = call.approval.as_ref().filter(|approval| !approval.is_used);
-        Ok(Approval {
-            id: self.core.id_generator.next_id("apr_", now_ms),
-            project: call.project.clone(),
-            call_id: call.id.clone(),
-            request: ApprovalRequest {
-                run_id: call.run_id.clone(),
-                tool: target.tool.clone(),
-                version: target.version.clone(),
-                args: target.args.clone(),
-                digest,
-                rule_id: ask.rule_id,
-                reason: ask.reason,
-                requester,
-                approvers: ask.approvers,
-                previous,
-                supersedes: unused.map(|approval| approval.id.clone()),
-            },
-            created_ms: now_ms,
-            expires_ms: now_ms
-                .saturating_add(ask.expires_in_ms.unwrap_or(settings.expires_in_ms).max(1)),
-            status: ApprovalStatus::Pending,
-            decision: None,
-            webhook: ApprovalWebhook { due_ms: sends_webhook.then_some(now_ms), tries: 0 },
-        })
-    }
-
-    /// Returns the entry of the audit log for a requested approval.
-    pub(crate) fn request_audit_entry(
-        &self,
-        caller: &Caller,
-        approval: &Approval,
-    ) -> crate::domain::directory::AuditEntry {
-        let request = &approval.request;
-        let reason = format!(
-            "{} of call {} by rule \"{}\": {}",
-            request.tool, approval.call_id, request.rule_id, request.reason
-        );
-        let action = "approval.requested";
-        self.registry.audit_entry(caller, &approval.project, action, &approval.id, &reason)
-    }
+/// Builds the approval of a call for this target, with the difference to the last approved call
+/// of the tool.
+pub(crate) async fn build_approval(
+    core: &Core,
+    call: &Call,
+    target: &Target,
+    required: RequiredApproval,
+    now_ms: u64,
+) -> Result<Approval, Error> {
+    let RequiredApproval { ask, digest } = required;
+    let store = core.store.approvals();
+    let last = store.last_approved(&call.project, &target.tool).await;
+    let previous = last.map_err(from_store_error)?.map(|last| PreviousApproval {
+        changes: find_changes(&last.request.args, &target.args),
+        approval_id: last.id,
+        call_id: last.call_id,
+    });
+    let settings = &core.approval_settings;
+    let sends_webhook = settings.webhook_url.is_some() && core.webhook_sender.is_some();
+    let requester = ApprovalRequester {
+        agent: call.origin.agent.clone(),
+        attributes: (*call.origin.attributes).clone(),
+    };
+    let unused = call.approval.as_ref().filter(|approval| !approval.is_used);
+    Ok(Approval {
+        id: core.id_generator.next_id("apr_", now_ms),
+        project: call.project.clone(),
+        call_id: call.id.clone(),
+        request: ApprovalRequest {
+            run_id: call.run_id.clone(),
+            tool: target.tool.clone(),
+            version: target.version.clone(),
+            args: target.args.clone(),
+            digest,
+            rule_id: ask.rule_id,
+            reason: ask.reason,
+            requester,
+            approvers: ask.approvers,
+            previous,
+            supersedes: unused.map(|approval| approval.id.clone()),
+        },
+        created_ms: now_ms,
+        expires_ms: now_ms
+            .saturating_add(ask.expires_in_ms.unwrap_or(settings.expires_in_ms).max(1)),
+        status: ApprovalStatus::Pending,
+        decision: None,
+        webhook: ApprovalWebhook { due_ms: sends_webhook.then_some(now_ms), tries: 0 },
+    })
 }

@@ -353,7 +353,8 @@ impl BatchExecution {
         let batch = &self.batch;
         let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
         let executor = self.tools[index].as_ref().map(|tool| tool.definition.executor);
-        let retries = executor.is_none_or(|e| self.engine.dispatcher.source_traits(e).retries);
+        let retries =
+            executor.is_none_or(|e| self.engine.dispatcher.targets.source_traits(e).retries);
         let derive_key = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
         let batch_key = || batch.entry_keys.get(index).cloned().or_else(derive_key);
         CallRequest {

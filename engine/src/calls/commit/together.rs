@@ -7,7 +7,7 @@ use crate::calls::Dispatcher;
 use crate::calls::commit::{AdvanceOutcome, Commit, CommitKind, call_not_found};
 use crate::calls::open_calls::OpenCall;
 use crate::domain::call::Call;
-use crate::domain::call::approval::{ApprovalChange, StandingApproval};
+use crate::domain::call::approval::{Approval, ApprovalChange, StandingApproval};
 use crate::domain::caller::{AuthMethod, Caller, Role};
 use crate::domain::directory::AuditEntry;
 use crate::domain::event::{EventKind, EventRecord};
@@ -18,6 +18,7 @@ use crate::ports::core::from_store_error;
 use crate::ports::engine_metrics;
 use crate::ports::store::approvals::ApprovalCommit;
 use crate::ports::store::{NewCall, SaveResult};
+use crate::registry::Registry;
 
 /// An event on a call, with what belongs in the same commit.
 pub(crate) struct JointEvent {
@@ -173,7 +174,9 @@ impl Dispatcher {
         // No person decided: the clock, a rule or the caller's cancellation ended the approval.
         let server = Caller::new(&after.project, "toolcrib", Role::Admin, AuthMethod::Local);
         let audit = changes.iter().map(|change| match change {
-            ApprovalChange::Request(approval) => self.request_audit_entry(&caller, approval),
+            ApprovalChange::Request(approval) => {
+                request_audit_entry(&self.registry, &caller, approval)
+            }
             ApprovalChange::End { id, status, decision } => {
                 let reason = decision.reason.as_deref().unwrap_or_default();
                 let reason = format!("{}: {reason}", status.as_str());
@@ -214,6 +217,21 @@ impl Dispatcher {
             self.approval_requested.notify_waiters();
         }
     }
+}
+
+/// Returns the entry of the audit log for a requested approval.
+pub(crate) fn request_audit_entry(
+    registry: &Registry,
+    caller: &Caller,
+    approval: &Approval,
+) -> AuditEntry {
+    let request = &approval.request;
+    let reason = format!(
+        "{} of call {} by rule \"{}\": {}",
+        request.tool, approval.call_id, request.rule_id, request.reason
+    );
+    let action = "approval.requested";
+    registry.audit_entry(caller, &approval.project, action, &approval.id, &reason)
 }
 
 /// Returns the time at which the call began to wait: its creation, unless an attempt came before.

@@ -138,7 +138,8 @@ pub fn parse_rule(
     Ok(rule)
 }
 
-/// Reads a document with `rules`, a list of rules.
+/// Reads a document with `rules`, a list of rules. A rule without an id gets its position as the id,
+/// such as `rule-1`.
 ///
 /// # Errors
 ///
@@ -157,7 +158,10 @@ pub fn parse_rule_set(project: &str, value: &Value) -> Result<Vec<AccessRule>, E
     let mut ids = std::collections::HashSet::new();
     for (n, value) in list.iter().enumerate() {
         let pointer = format!("/rules/{n}");
-        let rule = parse_rule(project, None, value, &pointer)?;
+        let has_id = ["id", "agent"].iter().any(|name| value.get(name).is_some());
+        // A rule without an id is named by its position, so that a set can be written by hand.
+        let position_id = (!has_id).then(|| format!("rule-{}", n + 1));
+        let rule = parse_rule(project, position_id.as_deref(), value, &pointer)?;
         if !ids.insert(rule.id.clone()) {
             let message = format!("\"{}\" is the id of an earlier rule", rule.id);
             return Err(invalid_at(&format!("{pointer}/id"), message));

@@ -74,7 +74,7 @@ impl Admin {
         let roles = if roles.is_empty() { RoleSet::from(Role::Agent) } else { roles };
         let attributes =
             CallerAttributes { groups, user, session, environment, ..Default::default() };
-        let imagined = match self.registry.has_keys() {
+        let imagined = match self.registry.credentials.has_keys() {
             true => Caller::new(&caller.project, agent, roles, AuthMethod::Key),
             // Without keys, every caller is anonymous.
             false => Caller { agent, ..Caller::anonymous(&caller.project) },

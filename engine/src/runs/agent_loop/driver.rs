@@ -274,7 +274,7 @@ impl<'a> AgentLoop<'a> {
             found.is_ok_and(|tool| {
                 let project = &self.caller.project;
                 tool.definition.effect != Effect::Read
-                    && self.engine.calls.resolve_policy(project, &tool).rejoin
+                    && self.engine.core.policies.resolve(project, &tool.definition).rejoin
             })
         })
     }

@@ -176,7 +176,12 @@ async fn a_run_fails_when_its_api_key_is_revoked() {
     let engine = fixture.engine(model.clone()).await;
     let new_key = || NewKey::new("default", "ada", Role::Admin);
     let key = engine.admin().create_key(&caller(), new_key(), "x".repeat(40)).await.unwrap();
-    let ada = engine.registry().authenticate(&Credentials::new(&"x".repeat(40))).unwrap().caller;
+    let ada = engine
+        .registry()
+        .credentials()
+        .authenticate(&Credentials::new(&"x".repeat(40)))
+        .unwrap()
+        .caller;
     let id = engine.runs().start_run(&ada, new_run("How much?")).await.unwrap().run.id;
     model.requested.notified().await;
     engine.admin().revoke_key(&caller(), &key.key.id).await.unwrap();

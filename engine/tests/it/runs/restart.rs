@@ -116,7 +116,7 @@ async fn a_run_waiting_for_a_late_result_resumes_after_a_restart() {
     let id = engine.runs().start_run(&caller(), new_run("A report, please")).await.unwrap().run.id;
     let mut after = 0;
     loop {
-        let events = engine.runs().run_events(&caller(), &id, after, 100).await.unwrap();
+        let events = engine.runs().streams().events(&caller(), &id, after, 100).await.unwrap();
         after = events.last().unwrap().number();
         let waits = |event: &RunEvent| match event {
             RunEvent::Run(entry) => entry.record.kind == JournalKind::Waiting,
@@ -141,7 +141,8 @@ async fn a_run_waiting_for_a_late_result_resumes_after_a_restart() {
     assert!(late.contains("called as c1, has come:\nthe report"), "{late}");
     let kinds: Vec<&str> = engine
         .runs()
-        .run_journal(&caller(), &id)
+        .streams()
+        .journal(&caller(), &id)
         .await
         .unwrap()
         .iter()
@@ -152,7 +153,7 @@ async fn a_run_waiting_for_a_late_result_resumes_after_a_restart() {
 
 /// Returns the steps whose answers are in the journal, in its order.
 async fn answered_steps(engine: &Engine, run_id: &str) -> Vec<u64> {
-    let journal = engine.runs().run_journal(&caller(), run_id).await.unwrap();
+    let journal = engine.runs().streams().journal(&caller(), run_id).await.unwrap();
     let answers = journal.iter().filter(|entry| entry.record.kind == JournalKind::Replied);
     answers.map(|entry| entry.record.data["step"].as_u64().unwrap()).collect()
 }

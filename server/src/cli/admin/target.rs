@@ -67,7 +67,7 @@ impl AdminTarget {
                 client.request_json(ApiRequest::post(&["v1", "keys"], body)).await
             }
             Self::Local { engine, caller, config } => {
-                let first = !engine.registry().has_keys();
+                let first = !engine.registry().credentials().has_keys();
                 let body: NewKeyBody = serde_json::from_value(body)
                     .map_err(|error| CommandFailure::usage(error.to_string()))?;
                 let new = body.into_new_key(&caller.project, &config.auth.default_allow)?;
@@ -99,7 +99,7 @@ impl AdminTarget {
         match self {
             Self::Remote { client } => client.request_json(ApiRequest::get(&["v1", "keys"])).await,
             Self::Local { engine, caller, .. } => {
-                let now_ms = engine.registry().credential_time_ms();
+                let now_ms = engine.registry().credentials().now_ms();
                 let keys = engine.admin().keys(caller)?;
                 let keys: Vec<KeyBody> = keys.iter().map(|key| KeyBody::new(key, now_ms)).collect();
                 Ok(json!({ "keys": keys }))

@@ -164,7 +164,7 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
             let size = engine.store_size_bytes().await.map(format_bytes);
             let size = size.unwrap_or_else(|_| "size not known".into());
             let version = format!("{path_text} is sound: version {SQLITE_SCHEMA_VERSION}, {size}");
-            (CheckResult::ok(CHECK_NAME, version), engine.registry().has_keys())
+            (CheckResult::ok(CHECK_NAME, version), engine.registry().credentials().has_keys())
         }
         Err(error) => (CheckResult::error(CHECK_NAME, format!("{error:#}"), hint), false),
     }
@@ -201,7 +201,7 @@ async fn check_postgres_store(config: &Config, location: &StoreLocation) -> (Che
             let size = size.unwrap_or_else(|_| "size not known".into());
             (
                 CheckResult::ok(CHECK_NAME, format!("{url} answers, {size}")),
-                engine.registry().has_keys(),
+                engine.registry().credentials().has_keys(),
             )
         }
         Err(error) => {

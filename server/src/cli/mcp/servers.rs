@@ -277,13 +277,8 @@ async fn add(
         McpServersTarget::Directory { engine, caller } => {
             for settings in parse_servers_to_add(engine, caller, document)? {
                 engine
-                    .admin()
-                    .put_upstream(
-                        caller,
-                        &settings.name,
-                        MCP_UPSTREAM_KIND,
-                        to_stored_settings(&settings),
-                    )
+                    .upstreams()
+                    .put(caller, &settings.name, MCP_UPSTREAM_KIND, to_stored_settings(&settings))
                     .await?;
                 output.print_line(&format!("{} is added", settings.name))?;
             }
@@ -334,11 +329,10 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
         }
         McpServersTarget::Directory { engine, caller } => {
             let listed =
-                engine.admin().upstreams().into_iter().filter(|u| u.project == caller.project);
+                engine.upstreams().list_all().into_iter().filter(|u| u.project == caller.project);
             let sources: Vec<Value> = listed
                 .map(|upstream| {
-                    let tools =
-                        engine.admin().upstream_tools(&upstream.project, &upstream.name).len();
+                    let tools = engine.upstreams().tools(&upstream.project, &upstream.name).len();
                     json!({ "name": upstream.name, "kind": upstream.kind, "state": "unknown",
                         "tools": tools })
                 })
@@ -462,7 +456,7 @@ async fn remove(
             client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
         }
         McpServersTarget::Directory { engine, caller } => {
-            engine.admin().remove_upstream(caller, name).await?
+            engine.upstreams().remove(caller, name).await?
         }
     }
     context.output.print_note(&format!("{} is removed, with its tools", sanitize_line(name)));

@@ -36,7 +36,7 @@ impl UtpToolCatalogue {
         let mut names: Vec<String> =
             builtin.iter().map(|tool| tool.definition.name.clone()).collect();
         if let Ok(Some(definitions)) = self.open_definitions().await {
-            let tools = definitions.registry().project_tools(&caller).unwrap_or_default();
+            let tools = definitions.projects().tools(&caller).unwrap_or_default();
             let executable =
                 tools.iter().filter_map(|tool| executable_definition(&tool.definition));
             names.extend(executable.map(|tool| tool.name));
@@ -50,15 +50,15 @@ impl UtpToolCatalogue {
         let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
         let Some(definitions) = self.open_definitions().await? else { return Ok(caller) };
         directory_refresh::run_once(definitions.registry()).await;
-        let stored = definitions.registry().project_tool(&caller, &job.tool_name).ok();
+        let stored = definitions.projects().tool(&caller, &job.tool_name).ok();
         let definition = stored.and_then(|tool| executable_definition(&tool.definition));
-        let local = self.engine.registry().project_tool(&caller, &job.tool_name).ok();
+        let local = self.engine.projects().tool(&caller, &job.tool_name).ok();
         match (definition, local) {
             (Some(definition), Some(local)) if local.version == definition.version() => {}
             (Some(definition), _) => {
-                drop(self.engine.registry().put_tool(&caller, definition).await?)
+                drop(self.engine.projects().put_tool(&caller, definition).await?)
             }
-            (None, Some(_)) => self.engine.registry().remove_tool(&caller, &job.tool_name).await?,
+            (None, Some(_)) => self.engine.projects().remove_tool(&caller, &job.tool_name).await?,
             (None, None) => {}
         }
         Ok(caller)

@@ -253,7 +253,7 @@ async fn an_unannounced_report_is_found_and_a_late_one_has_no_effect() {
     .await;
     assert_eq!(row, "skipped");
     assert_eq!(fixture.api.call(&id).await["status"], "CANCELED");
-    assert!(fixture.server.engine.utp().written_reports(0, 9).await.unwrap().is_empty());
+    assert!(fixture.server.engine.utp().written_reports().pending(0, 9).await.unwrap().is_empty());
     fixture.database.drop().await;
 }
 

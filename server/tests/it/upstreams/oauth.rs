@@ -255,7 +255,7 @@ async fn tokens_are_bound_to_the_url_and_deleted_with_the_source() {
     let added = json!({ "name": "fixture", "url": issuer.url() });
     api.post("/v1/sources/mcp?wait_ms=20000", added).await.is(201);
     sign_in(&api).await;
-    assert_eq!(server.engine.admin().upstreams_with_credentials().await.unwrap().len(), 1);
+    assert_eq!(server.engine.upstreams().list_with_credentials().await.unwrap().len(), 1);
     // The same name at another URL: the tokens are not sent to it.
     let other = Issuer::start().await;
     let moved = json!({ "name": "fixture", "url": other.url() });
@@ -263,7 +263,7 @@ async fn tokens_are_bound_to_the_url_and_deleted_with_the_source() {
     wait_for_state(&api, "fixture", "needs_sign_in").await;
     assert!(other.books.presented_tokens.lock().is_empty(), "the token was sent to another URL");
     api.delete("/v1/sources/mcp/fixture").await.is(204);
-    assert!(server.engine.admin().upstreams_with_credentials().await.unwrap().is_empty());
+    assert!(server.engine.upstreams().list_with_credentials().await.unwrap().is_empty());
 }
 
 #[tokio::test]

@@ -190,7 +190,7 @@ async fn undeliverable_outbox_messages_do_not_block_others() {
             payload: json!({}),
             expires_ms: u64::MAX,
         };
-        engine.utp().enqueue_outbox(&caller, message).await.unwrap();
+        engine.utp().outbox().enqueue(&caller, message).await.unwrap();
     };
     // More than one read of the outbox returns.
     for n in 0..600 {
@@ -200,7 +200,7 @@ async fn undeliverable_outbox_messages_do_not_block_others() {
     let _open = toolcrib_transport::nats::start(engine.clone(), nats.connect("v1r3").await);
     peer.next_on("cg.v1r3.p.public.cmd.agent.w1.wakeup", "worker").await;
     until("the outbox to be empty", || async {
-        engine.utp().outbox(0, 1).await.unwrap().is_empty().then_some(())
+        engine.utp().outbox().messages(0, 1).await.unwrap().is_empty().then_some(())
     })
     .await;
     let dead = engine.utp().dead_letters(&caller, None, 1_000).await.unwrap();

@@ -100,7 +100,7 @@ pub(super) async fn import(
         let message = format!("a key with the role {} cannot define tools", caller.roles);
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    let caller = state.engine.registry().switch_project(&caller, &project)?;
+    let caller = state.engine.projects().switch_project(&caller, &project)?;
     let limit = state.settings.max_body_bytes;
     let document =
         definition::read_document(request, limit, toolcrib_protocol::yaml::parse_large).await?;
@@ -120,7 +120,7 @@ pub(super) async fn import(
     }
     if !dry_run {
         let tools = import.tools.iter().map(|tool| tool.definition.clone()).collect();
-        state.engine.registry().put_tools(&caller, tools).await?;
+        state.engine.projects().put_tools(&caller, tools).await?;
     }
     let warnings = destination_warnings(state.settings.destinations.as_ref(), &import.tools);
     let skipped = import.skipped.into_iter();

@@ -234,7 +234,7 @@ pub(super) async fn redrive(
     }
     if dead_letter.kind != "report" {
         let again = to_outbox_message(&dead_letter, engine.now_ms())?;
-        engine.utp().enqueue_outbox(&caller, again).await?;
+        engine.utp().outbox().enqueue(&caller, again).await?;
         engine.utp().record_redrive(dead_letter, "published again").await?;
         return Ok(Json(json!({ "ok": true, "published": true })));
     }

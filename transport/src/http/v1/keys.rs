@@ -100,7 +100,7 @@ pub(super) async fn list_keys(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Json<KeyList>, ApiError> {
-    let now_ms = state.engine.registry().credential_time_ms();
+    let now_ms = state.engine.registry().credentials().now_ms();
     let keys = state.engine.admin().keys(&caller)?;
     Ok(Json(KeyList { keys: keys.iter().map(|key| KeyBody::new(key, now_ms)).collect() }))
 }

@@ -298,9 +298,8 @@ async fn invoke_tool(
             answer
         }
         Some(wait_ms) => {
-            let call =
-                Box::pin(state.engine.calls().wait(caller, &ticket, Until::EndedWithin(wait_ms)))
-                    .await?;
+            let calls = state.engine.calls();
+            let call = calls.wait(caller, &ticket, Until::EndedWithin(wait_ms)).await?;
             let body = CallBody::with_trace(&state.engine, &call, trace).with_joined(ticket.joined);
             let body = Json(InvokeResponseBody::Call(body));
             let mut answer = (StatusCode::ACCEPTED, body).into_response();

@@ -64,7 +64,7 @@ pub(crate) async fn call_tool(
         return tool_result::refused_call_result(error).map(CallToolResponse::Complete);
     }
     let invocation = to_call_request(params, &context.meta.0)?;
-    let ticket = match Box::pin(shared.engine.calls().invoke(&view.caller, invocation)).await {
+    let ticket = match shared.engine.calls().invoke(&view.caller, invocation).await {
         Ok(ticket) => ticket,
         Err(error) => {
             return tool_result::refused_call_result(error).map(CallToolResponse::Complete);

@@ -85,7 +85,7 @@ pub(super) async fn sign_out(
             client.request_json(ApiRequest::new(Method::DELETE, &path)).await?;
         }
         McpServersTarget::Directory { engine, caller } => {
-            engine.admin().set_upstream_credential(&caller.project, name, None).await?;
+            engine.upstreams().set_credential(&caller.project, name, None).await?;
         }
     }
     context.output.print_note(&format!("the tokens of {} are deleted", sanitize_line(name)));

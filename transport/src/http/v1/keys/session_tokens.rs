@@ -70,7 +70,7 @@ pub(in super::super) async fn list(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Json<SessionTokenList>, ApiError> {
-    let now_ms = state.engine.registry().credential_time_ms();
+    let now_ms = state.engine.registry().credentials().now_ms();
     let tokens = state.engine.admin().session_tokens(&caller)?;
     let tokens = tokens.iter().map(|token| SessionTokenBody::new(token, now_ms));
     Ok(Json(SessionTokenList { session_tokens: tokens.collect() }))

@@ -177,7 +177,7 @@ pub(crate) async fn run_detail(
     caller: &Caller,
     run: &Run,
 ) -> Result<RunDetailBody, Error> {
-    let mut journal = engine.runs().run_journal(caller, &run.id).await?;
+    let mut journal = engine.runs().streams().journal(caller, &run.id).await?;
     let query =
         CallQuery { run_id: Some(run.id.clone()), limit: MAX_LISTED_CALLS, ..CallQuery::default() };
     let page = engine.calls().calls(caller, query).await?;

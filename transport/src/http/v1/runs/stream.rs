@@ -114,7 +114,7 @@ pub(in super::super) async fn run_events(
 ) -> Result<SseResponse, ApiError> {
     let ends_when_idle = query.ends_when_idle()?;
     let after = resume_position(&headers, &EventStreamQuery { after: query.after })?.unwrap_or(0);
-    let subscription = state.engine.runs().subscribe_run(&caller, &run_id).await?;
+    let subscription = state.engine.runs().streams().subscribe(&caller, &run_id).await?;
     let events = open_stream(state.engine, credentials, run_id, after, subscription);
     Ok(send_stream(RunEventStream { ends_when_idle, ..events }))
 }
@@ -189,10 +189,10 @@ impl RunEventStream {
                 let (run_id, after) = (self.run_id.clone(), self.after);
                 let (limit, ends_when_idle) = (RUN_EVENT_PAGE_SIZE, self.ends_when_idle);
                 Box::pin(async move {
-                    let runs = engine.runs();
+                    let streams = engine.runs().streams();
                     match ends_when_idle {
-                        true => runs.run_events_until_idle(&caller, &run_id, after, limit).await,
-                        false => runs.run_events(&caller, &run_id, after, limit).await,
+                        true => streams.events_until_idle(&caller, &run_id, after, limit).await,
+                        false => streams.events(&caller, &run_id, after, limit).await,
                     }
                 })
             });
