@@ -108,8 +108,8 @@ impl RunStreams {
         self.read_events(caller, run_id, after, limit, /*ends_when_idle*/ false).await
     }
 
-    /// Returns events as [`RunStreams::events`] does. A run id that only groups calls ends too: when
-    /// it has no open call, and no conversation of OpenAI's API is in progress under it.
+    /// Returns events as [`RunStreams::events`] does. A run id that only groups calls ends too:
+    /// when it has no open call, and no conversation of OpenAI's API is in progress under it.
     pub async fn events_until_idle(
         &self,
         caller: &Caller,
