@@ -34,14 +34,12 @@ use crate::utp::Utp;
 pub use active::StartedRun;
 pub use agents::{RunTree, RunTreeNode, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
-pub use conversations::{
-    ActiveConversation, ConversationCheckpoint, Conversations, SavedConversation,
-};
+pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
 pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::ResultForModel;
 pub use replay::{ReplayDifference, ReplayReport};
 pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
-pub use stream::RunStreams;
+pub use stream::{ActiveConversation, RunStreams};
 pub use subscribers::{RunDelta, RunSubscription};
 
 /// Runs of agents: one stored agent loop each, and the context of its calls.

@@ -21,6 +21,8 @@ pub(crate) struct ActiveRuns {
     pub(crate) by_id: Mutex<HashMap<(String, String), Arc<ActiveRun>>>,
     /// Number of replays in progress.
     pub(crate) replays: AtomicUsize,
+    /// Number of conversations of OpenAI's API in progress, by project and run id.
+    pub(crate) conversations: Mutex<HashMap<(String, String), usize>>,
 }
 
 /// A run that this process drives.

@@ -9,10 +9,8 @@
 //! repeated request continues from there, and the calls that were made are found by their
 //! idempotency keys.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -24,7 +22,6 @@ use crate::domain::fault::Error;
 use crate::domain::json::{Json, canonicalize};
 use crate::domain::run::handoff::ActiveAgent;
 use crate::domain::run::progress::{Conversation, PendingCall};
-use crate::ports::bus::Topic;
 use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::RunToolDefinitions;
 use crate::ports::store::undelivered::UndeliveredRequest;
@@ -36,31 +33,6 @@ pub struct Conversations {
     core: Arc<Core>,
     registry: Arc<Registry>,
     calls: Arc<Calls>,
-    /// Number of conversations in progress, by project and run id.
-    active: Arc<Mutex<HashMap<(String, String), usize>>>,
-}
-
-/// A conversation in progress. Its run is active until this is dropped.
-pub struct ActiveConversation {
-    core: Arc<Core>,
-    active: Arc<Mutex<HashMap<(String, String), usize>>>,
-    key: (String, String),
-}
-
-impl Drop for ActiveConversation {
-    fn drop(&mut self) {
-        {
-            let mut active = self.active.lock();
-            if let Some(count) = active.get_mut(&self.key) {
-                *count -= 1;
-                if *count == 0 {
-                    active.remove(&self.key);
-                }
-            }
-        }
-        let (project, run_id) = self.key.clone();
-        self.core.bus.wake(&Topic::Run { project, run_id });
-    }
 }
 
 /// A saved conversation.
@@ -107,20 +79,7 @@ struct StoredCheckpoint<T> {
 
 impl Conversations {
     pub(crate) fn new(core: &Arc<Core>, registry: &Arc<Registry>, calls: &Arc<Calls>) -> Self {
-        let (core, registry, calls) = (core.clone(), registry.clone(), calls.clone());
-        Self { core, registry, calls, active: Arc::default() }
-    }
-
-    /// Registers a conversation in progress under its run.
-    pub fn register_active(&self, caller: &Caller, run_id: &str) -> ActiveConversation {
-        let key = (caller.project.clone(), run_id.to_owned());
-        *self.active.lock().entry(key.clone()).or_default() += 1;
-        ActiveConversation { core: self.core.clone(), active: self.active.clone(), key }
-    }
-
-    /// Returns whether this process has a conversation in progress under this run.
-    pub(crate) fn has_active(&self, project: &str, run_id: &str) -> bool {
-        self.active.lock().contains_key(&(project.to_owned(), run_id.to_owned()))
+        Self { core: core.clone(), registry: registry.clone(), calls: calls.clone() }
     }
 
     /// Saves a conversation under this id, replacing any earlier one.

@@ -155,7 +155,7 @@ impl LiveConversation {
             self.set_delivery(delivery);
         }
         let (running, ended) = (Box::pin(run(self.clone())), EndedOnDrop(self.clone()));
-        let active = self.engine.runs().conversations().register_active(&self.caller, &self.run_id);
+        let active = self.engine.runs().streams().register_conversation(&self.caller, &self.run_id);
         let task = tokio::spawn(async move {
             let _active = active;
             let end = running.await;
