@@ -319,7 +319,7 @@ impl RunDriver<'_> {
                     let has_reply = acts || answer.terminated_by.is_none();
                     let record = has_reply.then(|| self.step_record(&reply, acts)).flatten();
                     let card_id = self.store_deliverable(&answer).await?;
-                    let transition = Some(RunTransition::Answered(answer, card_id));
+                    let transition = Some(RunTransition::Answered(Box::new(answer), card_id));
                     let run = self.commit_progress(record, transition).await?;
                     if run.status.is_terminal() {
                         return Ok(());
@@ -456,7 +456,7 @@ enum RunTransition {
     /// Another agent continues the run.
     HandedOff(Box<(Handoff, ActiveAgent)>),
     /// The run ends with this answer, which the card with this id holds.
-    Answered(FinalAnswer, String),
+    Answered(Box<FinalAnswer>, String),
 }
 
 impl RunTransition {
@@ -514,7 +514,7 @@ impl RunTransition {
                 if terminated_by.is_some() {
                     data["terminated_by"] = json!(terminated_by);
                 }
-                run.answer = Some(answer);
+                run.answer = Some(*answer);
                 if let Some(error) = &run.error {
                     data["error"] = json!(error);
                     return JournalRecord::new(JournalKind::Failed, now_ms, data);

@@ -95,10 +95,9 @@ impl Runs {
             let message = format!("there is no model \"{name}\"");
             Error::refused(Code::UpstreamUnavailable, message)
         })?;
-        let options =
-            RunOptions { model: chosen.name, idempotency_prefix: None, ..run.options.clone() };
         // The replay begins with the first agent.
-        let options = RunOptions { active_agent: None, ..options };
+        let first = RunOptions { active_agent: None, ..run.options.clone() };
+        let options = RunOptions { model: chosen.name, idempotency_prefix: None, ..first };
         let mut conversation = Conversation::new(std::mem::take(&mut recording.initial_messages));
         let mut differences = Vec::new();
         let mut agent_loop = agent_loop::AgentLoop::with_available_tools(
