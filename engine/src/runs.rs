@@ -49,9 +49,9 @@ pub struct Runs {
     pub(crate) summary_model: Option<String>,
     pub(crate) model_request_policy: ModelRequestPolicy,
     pub(crate) active_runs: Arc<ActiveRuns>,
-    pub(crate) streams: RunStreams,
     pub(crate) run_trees: RunTrees,
     pub(crate) utp: Arc<Utp>,
+    pub(crate) streams: RunStreams,
     pub(crate) conversations: Conversations,
 }
 

@@ -258,9 +258,9 @@ impl EngineBuilder {
             summary_model: self.summary_model,
             model_request_policy: self.model_request_policy,
             active_runs: streams.active_runs.clone(),
-            streams,
             run_trees: Default::default(),
             utp: utp.clone(),
+            streams,
             conversations: Conversations::new(&core, &registry, &calls),
         });
         let delegation = agent_sources.connect(&runs);
