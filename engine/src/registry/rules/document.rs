@@ -138,8 +138,8 @@ pub fn parse_rule(
     Ok(rule)
 }
 
-/// Reads a document with `rules`, a list of rules. A rule without an id gets its position as the id,
-/// such as `rule-1`.
+/// Reads a document with `rules`, a list of rules. A rule without an id gets its position as the
+/// id, such as `rule-1`.
 ///
 /// # Errors
 ///
