@@ -86,10 +86,8 @@ impl Runs {
         event_sink: EventSink<'_>,
     ) -> Result<ReplayReport, Error> {
         let run = self.find_run(caller, run_id).await?;
-        let mut recording = Recording::from_journal(
-            &self.streams.journal(caller, run_id).await?,
-            &run.options.limits,
-        );
+        let journal = self.streams.journal(caller, run_id).await?;
+        let mut recording = Recording::from_journal(&journal, &run.options.limits);
         let name = model.unwrap_or(&run.model);
         let chosen = self.models().find(name).ok_or_else(|| {
             let message = format!("there is no model \"{name}\"");

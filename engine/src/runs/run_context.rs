@@ -205,13 +205,22 @@ impl Runs {
         let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
         let entries = match run.map_err(from_store_error)?.filter(is_readable) {
             Some(run) => {
-                let names = set.toolcrib_tools.as_deref().or(run.options.tools.as_deref());
+                let (set, given) = (set.toolcrib_tools.as_deref(), run.options.offered_tools());
+                // The later choice counts, as in the loop: a handoff came after the tools were set.
+                let names = match run.options.active_agent {
+                    None => set.or(given),
+                    Some(_) => given.or(set),
+                };
                 self.select_model_tools(&run.caller(), names)
             }
             None => {
                 let mut entries = self.registry.tools(caller);
                 if let Some(names) = &set.toolcrib_tools {
                     entries.retain(|entry| names.contains(&entry.definition.name));
+                    // No list has it, but the model of this conversation got it.
+                    if names.iter().any(|name| name == RUN_FINISH) {
+                        entries.extend(self.registry.tool(caller, RUN_FINISH));
+                    }
                 }
                 entries
             }

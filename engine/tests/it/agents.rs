@@ -208,6 +208,11 @@ async fn a_child_continues_the_trace_of_its_caller() {
     assert_eq!(child.split('-').nth(1), Some(trace));
 }
 
+/// Returns the error of an agent whose only tool call failed.
+fn failure_of(call: &Call) -> String {
+    call.outcome.as_ref().unwrap().error.as_ref().unwrap().to_string()
+}
+
 #[tokio::test]
 async fn an_agent_that_would_wait_for_itself_is_refused() {
     let store = Arc::default();
@@ -221,7 +226,7 @@ async fn an_agent_that_would_wait_for_itself_is_refused() {
     })
     .await;
     let call = call_agent(&engine, "a", json!({ "instruction": "x" })).await;
-    let data = call.outcome.as_ref().unwrap().data.as_ref().unwrap().text().to_owned();
+    let data = failure_of(&call);
     assert!(data.contains("would wait for itself (a → b → a)"), "{data}");
 }
 
@@ -244,13 +249,13 @@ async fn depth_is_capped_with_a_message_for_the_model() {
     })
     .await;
     let call = call_agent(&engine, "n0", json!({ "instruction": "x" })).await;
-    let data = call.outcome.as_ref().unwrap().data.as_ref().unwrap().text().to_owned();
+    let data = failure_of(&call);
     assert!(data.contains("at depth 21, and the maximum here is 20"), "{data}");
     let mut limited = agent("n0");
     limited.profile.limits.depth = Some(1);
     engine.registry().define_agent(&caller(), limited, None).await.unwrap();
     let call = call_agent(&engine, "n0", json!({ "instruction": "x" })).await;
-    let data = call.outcome.as_ref().unwrap().data.as_ref().unwrap().text().to_owned();
+    let data = failure_of(&call);
     assert!(data.contains("at depth 3, and the maximum here is 2"), "{data}");
 }
 

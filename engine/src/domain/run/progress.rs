@@ -179,6 +179,16 @@ impl RunProgress {
         })
     }
 
+    /// Returns the failure that caused a total failure of another run, if a text describes one:
+    /// the last call of the last agent below it.
+    pub(crate) fn innermost_failure(text: &str) -> Option<&str> {
+        let ends = ["tool call failed: ", "the last one with: "]
+            .into_iter()
+            .filter_map(|words| Some(text.rfind(words)? + words.len()));
+        let cause = &text[ends.max()?..];
+        Some(cause.rsplit(": … ").next().unwrap_or(cause))
+    }
+
     /// Resets the counters of the limits when the conversation is resumed.
     pub(crate) fn reset_baseline(&mut self) {
         self.baseline = self.usage_so_far();

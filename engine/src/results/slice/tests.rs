@@ -242,7 +242,7 @@ fn invoices() -> Vec<Value> {
         let city = ["Berlin", "Oslo", "Rom"][n % 3];
         let tag = format!("t{n}");
         json!({ "id": n, "city": city, "amount": format!("{n}.10"),
-            "paid": n % 4 == 0, "to": { "zip": format!("{:05}", n) }, "tags": ["a", tag] })
+            "paid": n.is_multiple_of(4), "to": { "zip": format!("{:05}", n) }, "tags": ["a", tag] })
     };
     (0..400).map(row).collect()
 }

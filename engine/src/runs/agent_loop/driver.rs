@@ -159,7 +159,7 @@ impl<'a> AgentLoop<'a> {
         event_sink: EventSink<'a>,
     ) -> Result<Self, Error> {
         require_run_permission(caller)?;
-        let patterns = options.tools.as_deref();
+        let patterns = options.offered_tools();
         let selection = ToolSelection::new(engine, caller, options, patterns, None);
         Ok(Self::with_tool_selection(engine, caller, model, options, event_sink, selection))
     }
@@ -337,15 +337,12 @@ impl<'a> AgentLoop<'a> {
         let step = conversation.progress.steps;
         let is_resumed = std::mem::take(&mut self.is_reply_resumed);
         let options = self.keyed_options.as_deref().unwrap_or(self.options);
+        let (progress, searches) = (&conversation.progress, self.search_tools(&reply, step).await?);
         let prior_results = match is_resumed {
-            true => {
-                PriorResults::load(self.engine, self.caller, options, &conversation.progress)
-                    .await?
-            }
+            true => PriorResults::load(self.engine, self.caller, options, progress).await?,
             false => PriorResults::default(),
         };
-        let prior_results =
-            PriorResults { searches: self.search_tools(&reply, step).await?, ..prior_results };
+        let prior_results = PriorResults { searches, ..prior_results };
         let plan = ExecutionPlan::new(
             &reply,
             &self.tool_selection,

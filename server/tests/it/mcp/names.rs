@@ -54,7 +54,7 @@ async fn listed_names_are_accepted_by_model_apis_and_both_forms_can_be_called() 
 
 #[tokio::test]
 async fn the_form_of_names_is_chosen_by_the_url_the_key_or_the_server() {
-    let dotted = ["calculation.eval", "call.result"];
+    let dotted = ["calculation.eval", "call.result", "result.read"];
     let server = Server::start().await;
     let api = server.api();
     let names = Mcp::modern(&api).with_path("/mcp?names=dotted").names().await;
@@ -69,7 +69,8 @@ async fn the_form_of_names_is_chosen_by_the_url_the_key_or_the_server() {
     assert_eq!(Mcp::modern(&ada).names().await, dotted);
     assert_eq!(Mcp::legacy(&ada).await.names().await, dotted);
     let model = Mcp::modern(&ada).with_path("/mcp?names=model").names().await;
-    assert_eq!(model, ["calculation__eval", "call__result"], "the URL takes precedence");
+    let names = ["calculation__eval", "call__result", "result__read"];
+    assert_eq!(model, names, "the URL takes precedence");
     let token = ada.post("/v1/session_tokens", json!({ "ttl_s": 60 })).await.is(201);
     let bearer = server.with_key(token["token"].as_str().unwrap());
     assert_eq!(Mcp::modern(&bearer).names().await, dotted, "a session token has its key's form");

@@ -98,7 +98,7 @@ async fn a_token_authenticates_its_subject_on_every_transport() {
     server.with_key(&admin).put("/v1/rules", rule).await.is(200);
     let ada = server.with_key(&sign_token(TRUSTED_KEY, "ours", &claims(|_| ())));
     let client = Mcp::modern(&ada);
-    assert_eq!(client.names().await, ["calculation__eval", "call__result"]);
+    assert_eq!(client.names().await, ["calculation__eval", "call__result", "result__read"]);
     let result = client.call("calculation.eval", json!({ "expression": "6*7" })).await.result();
     let id = result["_meta"]["toolcrib/tool_call_id"].as_str().unwrap();
     assert_eq!(ada.call(id).await["agent"], "ada");

@@ -138,6 +138,14 @@ pub async fn check_joined_experts(nats: &Nats, store_url: Option<&str>) {
     dispatch_fork(&peer, 25).await;
     let begun = |agent: &str| folder.path().join(agent).exists();
     eventually("the victim to begin", PATIENCE, async || begun("victim").then_some(())).await;
+    // A worker whose request loses its response waits for the end of its lease, which is later than
+    // the deadline: the kill may not hit a request of the adder.
+    eventually("the adder to end", PATIENCE, async || {
+        let url = server.url("/v1/tool_calls?tool_name=agent.adder&status=SUCCEEDED");
+        let listed: Value = server.http.get(url).send().await.unwrap().json().await.unwrap();
+        (listed["tool_calls"].as_array().map_or(0, Vec::len) == 1).then_some(())
+    })
+    .await;
     drop(second);
     server.kill();
     server.start().await;

@@ -384,6 +384,11 @@ impl<'a> AgentLoop<'a> {
 
 fn note_failure(progress: &mut RunProgress, tool: &str, fault: &Fault) {
     progress.has_withheld_call |= matches!(fault.code, Code::Canceled | Code::PermissionDenied);
-    let failure = truncate_to_tokens(&format!("{tool}: {fault}"), FAILURE_TOKENS);
-    progress.last_failure = Some(failure);
+    let fault = fault.to_string();
+    let failure = match RunProgress::innermost_failure(&fault) {
+        // Each agent would repeat the failures of all agents below it.
+        Some(cause) => format!("{tool}: … {cause}"),
+        None => format!("{tool}: {fault}"),
+    };
+    progress.last_failure = Some(truncate_to_tokens(&failure, FAILURE_TOKENS));
 }
