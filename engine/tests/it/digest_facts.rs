@@ -45,7 +45,7 @@ fn orders() -> Case {
         let city = ["Lyon", "Turin", "Graz"][n % 3];
         let status = match n {
             _ if n % 97 == 5 => "past_due",
-            _ if n % 3 == 0 => "shipped",
+            _ if n.is_multiple_of(3) => "shipped",
             _ => "paid",
         };
         let customer = format!("Customer {:04}", n * 7 % 1_200);
