@@ -200,7 +200,7 @@ impl Approvals {
         };
         let catalog = self.registry.catalog();
         match catalog.authorize(caller, RuleAction::Approve, &request) {
-            // Deciding needs the role; only a rule that denies it takes it away.
+            // The role permits decisions; only a deny rule revokes that permission.
             AccessDecision::Denied(denial) if denial.rule_id.is_some() => refused(denial.reason),
             _ => Ok(()),
         }

@@ -157,9 +157,10 @@ pub enum Event {
         /// The reason, which becomes the error of the call.
         fault: Fault,
     },
-    /// The access rules no longer allow the call.
+    /// The call may no longer start: the access rules deny it, its key was revoked, or a changed
+    /// schema rejects its arguments.
     PermissionRevoked {
-        /// Fault that names the rule.
+        /// The reason, which becomes the error of the call.
         fault: Fault,
     },
     /// A kill switch covers the call.
@@ -510,8 +511,8 @@ fn warn_of_side_effect(call: &Call, fault: Fault) -> Fault {
         return fault;
     }
     let message = match fault.code {
-        // Faults with this code say it in their own words, and a caller that executes its own calls
-        // knows what has happened.
+        // The message of this code already contains the warning, and a caller that executes its own
+        // calls needs none.
         Code::OutcomeUnknown => fault.message,
         _ if call.target.executor == Executor::CALLER => fault.message,
         _ => format!("{}; {MAY_HAVE_HAPPENED}", fault.message),

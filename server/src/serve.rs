@@ -53,8 +53,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         tracing::info!("stopping: no new calls are accepted, running calls may finish");
         engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
     };
-    // After a failed flush it is unknown what is stored, and no later flush tells: the next start
-    // reads it from the disk.
+    // After a failed flush the stored state is unknown, and a later successful flush does not prove
+    // it; the next start reads it from the disk.
     let fail = async {
         let reason = engine.wait_for_store_failure().await;
         tracing::error!(reason, "stopping: the store has failed");

@@ -29,7 +29,7 @@ use crate::config::WebhookSettings;
 
 pub use signing::encode_key;
 
-/// Sends webhooks.
+/// Signs webhooks and posts them over HTTP, to addresses that the outbound policy permits.
 pub struct HttpWebhookSender {
     keys: SigningKeySources,
     outbound: OutboundPolicy,

@@ -168,8 +168,8 @@ impl PresentedCredentials {
     }
 }
 
-/// Returns the user or session that a request asserts. One that is sent twice is refused: parts of
-/// the way to this server could read different ones.
+/// Returns the user or session that a request asserts. A repeated header is refused, because a
+/// proxy and this server could use different values.
 fn asserted_name(
     headers: &HeaderMap,
     attribute: AssertableAttribute,

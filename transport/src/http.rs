@@ -177,7 +177,7 @@ pub fn router(state: HttpState) -> Router {
         .merge(docs::docs_router())
         .fallback(path_not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        // `extract::JsonBody` reads and limits bodies, and reports errors as problem details.
+        // The body types of `extract` read and limit bodies, and report errors as problem details.
         .layer(DefaultBodyLimit::disable())
 }
 

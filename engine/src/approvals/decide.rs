@@ -38,11 +38,11 @@ pub enum DecisionVerdict {
 pub struct DecisionRequest {
     /// Id of the approval.
     pub approval_id: String,
-    /// The verdict.
+    /// Approve or reject. A later decision with another verdict is refused.
     pub verdict: DecisionVerdict,
     /// Reason of the decision; the model sees the reason of a rejection.
     pub reason: Option<String>,
-    /// Extent of an approval.
+    /// The calls that an approval covers.
     pub scope: ApprovalScope,
     /// End of a standing approval, in Unix milliseconds; set exactly for [`ApprovalScope::Until`].
     pub until_ms: Option<u64>,

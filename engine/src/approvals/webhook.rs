@@ -1,5 +1,5 @@
-//! Announces requested approvals with a signed webhook, and repeats a try that failed. The store
-//! has the time of the next try, so that a restart loses none.
+//! Announces requested approvals with a signed webhook, and repeats a failed attempt. The store has
+//! the time of the next attempt, so that a restart loses none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,7 @@ pub(crate) async fn run(approvals: Arc<Approvals>) {
     }
 }
 
-/// Sends every webhook that is due. Returns the number of tries.
+/// Sends every webhook that is due. Returns the number of attempts.
 pub async fn run_once(approvals: &Arc<Approvals>) -> Result<usize, Error> {
     let now_ms = approvals.core.wall_ms();
     let store = approvals.core.store.approvals();

@@ -531,8 +531,8 @@ impl Calls {
     }
 
     /// Returns the call made earlier under this key, even if the request would be refused now
-    /// because capacity is exhausted or the tool has changed. A caller that repeats a request wants
-    /// to know its outcome. Without such a call, returns `error`.
+    /// because capacity is exhausted or the tool has changed. A repeated request must return the
+    /// outcome of the first. Without such a call, returns `error`.
     async fn replay_or(
         &self,
         project: &str,

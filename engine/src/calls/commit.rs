@@ -236,7 +236,8 @@ impl Dispatcher {
         Ok(events.iter().filter(|event| event.record.kind == kind).count())
     }
 
-    /// Releases the slot of an attempt that is no longer in flight, and lets its source forget it.
+    /// Releases the slot of an attempt that is no longer in flight, and tells its source to release
+    /// the attempt's state.
     fn release_attempt(&self, entry: &OpenCall, before: &Call, after: &Call, actions: &[Action]) {
         let has_ended = before.has_attempt_in_flight() && !after.has_attempt_in_flight();
         if !has_ended {
@@ -246,7 +247,7 @@ impl Dispatcher {
             return;
         }
         if after.status.is_terminal() {
-            // The source must receive `Stop` before it forgets the attempt; `perform_actions` does
+            // The source must receive `Stop` before it releases the attempt; `perform_actions` does
             // both in that order.
             entry.release_slot();
             return;

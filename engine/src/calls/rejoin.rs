@@ -2,11 +2,11 @@
 //!
 //! A client that loses its connection cannot know if its request arrived, and many client libraries
 //! send it again by themselves, without an idempotency key. A second execution would repeat a side
-//! effect. So every request that makes such work is a candidate, under a digest of its caller and
-//! its content, until its answer is delivered. While the requester is there, the candidate is
-//! `waiting` and joins nothing: two deliberate identical requests stay two. When the requester goes
-//! without an answer, the candidate is `gone`, and the next request with the same digest takes it
-//! over: it is `waiting` again, for the new requester.
+//! effect. Toolcrib records every such request as a candidate, identified by a digest of caller and
+//! content, until its answer is delivered. While the requester is connected, the candidate is
+//! `waiting`: two identical requests that are both waiting make two calls. When a requester
+//! disconnects before its answer is delivered, its candidate becomes `gone`, and the next request
+//! with the same digest takes it over: it is `waiting` again, for the new requester.
 //!
 //! Candidates are stored with their work ([`crate::ports::store::undelivered`]), so that they
 //! survive a crash: every candidate that a start finds is gone. A delivered one leaves memory at
@@ -143,7 +143,8 @@ impl Rejoin {
         Some(self.new_delivery(&request))
     }
 
-    /// Takes over the candidate with this id, for a requester that comes back to its work by name.
+    /// Takes over the candidate with this id, for a requester that names the call, run or
+    /// conversation.
     pub(crate) fn take_over_id(self: &Arc<Self>, id: &str) -> Option<PendingDelivery> {
         let mut index = self.index.lock();
         let candidate = index.candidate(id)?;

@@ -67,8 +67,7 @@ pub struct CreatedKey {
 }
 
 impl Registry {
-    /// Requires the operator or a key with the admin role, for what decides who may do what: keys,
-    /// rules, upstreams, and the audit log of all that.
+    /// Requires the operator or an admin key. Used for keys, rules, upstreams and the audit log.
     pub(crate) fn require_operator(
         &self,
         caller: &Caller,
@@ -86,8 +85,8 @@ impl Registry {
         Err(fault.with_detail(json!({ "operator_token_file": file })).into())
     }
 
-    /// Requires the operator or a key with the role auditor or admin, for reading what decides who
-    /// may do what.
+    /// Requires the operator or a key with the role auditor or admin. Used for reading keys, rules
+    /// and the audit log.
     pub(crate) fn require_auditor(&self, caller: &Caller) -> Result<(), Error> {
         match caller.auth_method != AuthMethod::Anonymous && caller.may_audit() {
             true => Ok(()),

@@ -106,7 +106,7 @@ impl Runs {
             event_sink,
         )?
         .for_replay();
-        // Where the recorded run waited for late results, its reply may have been empty.
+        // A step that waited for late results can have an empty reply in the recording.
         agent_loop.allows_empty_reply = true;
         // `index` is the position in the recording. `beyond` is true while the model continues past
         // a step that was final in the recording.

@@ -55,7 +55,8 @@ impl Drop for RunningAttempt {
     }
 }
 
-/// One upstream.
+/// An upstream with its settings, its state and the tools that it offers. It outlives its
+/// connections.
 pub struct UpstreamServer {
     pub(super) settings: McpServerSettings,
     pub(super) state: Mutex<UpstreamState>,
@@ -65,10 +66,11 @@ pub struct UpstreamServer {
     /// Source of its tokens, if it may need some.
     pub(super) authorizer: Option<Arc<Authorizer>>,
     pub(super) stop: CancellationToken,
-    /// Signals that the upstream is to be tried again at once.
+    /// Signals that Toolcrib connects to the upstream again at once.
     pub(super) retry_now: Notify,
-    /// Number of refreshes requested, and below it the number of those completed.
+    /// Number of requested refreshes.
     pub(super) refreshes_requested: AtomicU64,
+    /// Number of completed refreshes.
     pub(super) refreshes_completed: watch::Sender<u64>,
     /// Signals that the connection is to be closed and opened again.
     pub(super) reconnect_requested: Notify,

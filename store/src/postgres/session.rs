@@ -86,7 +86,7 @@ const SESSION_SETUP_SQL: &str = "SET search_path TO toolcrib, pg_catalog; \
      SELECT set_config('synchronous_commit', 'on', false) \
      WHERE current_setting('synchronous_commit') IN ('off', 'local')";
 
-/// One connection.
+/// A connection, with its driver task and its prepared statements.
 pub(super) struct Session {
     client: Client,
     /// The task that reads and writes the socket.

@@ -196,7 +196,7 @@ impl WriterTask {
         Ok(())
     }
 
-    /// Determines what became of the transaction in flight when the connection was lost.
+    /// Determines if the transaction in flight was committed before the connection was lost.
     async fn resolve_commit_fate(&mut self) -> CommitFate {
         // The connection may only appear lost from this side: nothing more must happen on it.
         self.connection.session.abort();

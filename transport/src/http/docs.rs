@@ -147,7 +147,7 @@ async fn serve_errors_page(headers: HeaderMap) -> impl IntoResponse {
 pub fn errors_page() -> String {
     let mut page = String::from(
         "# Errors\n\n\
-         Look up an error code here to find its cause and remedy.\n\n\
+         With this page you can look up an error code and find its cause and remedy.\n\n\
          A refused request gets a response of the type `application/problem+json`. Its member \
          `error` is the same object that a failed call has: \
          `{code, message, detail, retryable}`.\n\n\
@@ -167,8 +167,21 @@ pub fn errors_page() -> String {
             code.help()
         ));
     }
+    page.push_str(WAITING_CALL_CAUSES);
     page
 }
+
+/// The end of the errors page: the causes of a code that a waiting call can have.
+const WAITING_CALL_CAUSES: &str = "\n\
+    A call that was accepted and waits (queued, for a retry, an approval, an answer, a predecessor \
+    or a client) ends with `PERMISSION_DENIED` for one of five causes:\n\n\
+    - an access rule denies the call, after a change of the rules or for a fallback: `detail` has \
+    `rule_id` and `reason`\n\
+    - the key of its caller was revoked: the message names the key\n\
+    - a person rejected its approval: the message has the reason\n\
+    - its approval expired without a decision: the message begins with \"approval expired\"\n\
+    - a kill switch covers its tool, agent, source or project: the message names the switch and \
+    its reason\n";
 
 /// Styles of the errors page. They are part of it, so that it needs no other request.
 const ERRORS_STYLE: &str = "\
@@ -227,8 +240,8 @@ fn errors_html() -> String {
          </head>\n\
          <body>\n\
          <h1>Errors</h1>\n\
-         <p>Look up an error code here to find its cause and remedy. A refused request gets a \
-         response of the type <code>application/problem+json</code>. Its member \
+         <p>With this page you can look up an error code and find its cause and remedy. A refused \
+         request gets a response of the type <code>application/problem+json</code>. Its member \
          <code>error</code> is the same object that a failed call has: \
          <code>{{code, message, detail, retryable}}</code>. The <code>hint</code> of a response is \
          about its specific cause.</p>\n\

@@ -57,7 +57,7 @@ impl FromRequestParts<HttpState> for RequestCredentials {
     }
 }
 
-/// A JSON body.
+/// A JSON body within `max_body_bytes`. Unknown fields are ignored; an empty body is `{}`.
 pub(super) struct JsonBody<T>(pub(super) T);
 
 impl<T: DeserializeOwned> FromRequest<HttpState> for JsonBody<T> {

@@ -28,7 +28,7 @@ use crate::registry::Registry;
 use crate::registry::authorize::enforce_decision;
 use crate::registry::catalog::Catalog;
 
-/// Interval at which a request looks whether the calls of the previous process are known.
+/// Interval at which a request checks if the calls of the previous process are loaded.
 const RECOVERY_POLL: Duration = Duration::from_millis(5);
 
 /// The calls that the entries of one batch made or joined. Two entries of a batch never join each

@@ -1,5 +1,5 @@
-//! The approvals that the engine knows without a look at the store: the standing approvals, and the
-//! calls that wait, by what makes a repeated call equal. Both are rebuilt at the start.
+//! In-memory index of the standing approvals, and of the calls that wait for an approval, by a key
+//! of caller, run, tool and arguments. Both are rebuilt at the start.
 
 use std::collections::HashMap;
 

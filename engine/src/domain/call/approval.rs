@@ -154,9 +154,9 @@ pub struct Approval {
 /// Progress of the webhook that announces an approval.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ApprovalWebhook {
-    /// Time of the next try, in Unix milliseconds; `None` if none follows.
+    /// Time of the next attempt, in Unix milliseconds; `None` if none follows.
     pub due_ms: Option<u64>,
-    /// Number of tries so far.
+    /// Number of attempts so far.
     pub tries: u32,
 }
 

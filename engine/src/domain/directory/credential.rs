@@ -103,7 +103,8 @@ impl McpPreferences {
     }
 }
 
-/// The attributes of a key that no query filters by. Stored as JSON.
+/// The attributes of a key that no query filters by. Stored as JSON, so a new attribute is a field
+/// here and needs no migration.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct KeyAttributes {
@@ -146,7 +147,7 @@ pub struct ApiKey {
     pub agent: String,
     /// Roles of the bearer of the key.
     pub roles: RoleSet,
-    /// Groups, user, environment and limits of the bearer.
+    /// Groups, user, environment and limits of the bearer; new attributes go there.
     pub attributes: KeyAttributes,
     /// Time of creation, in Unix milliseconds.
     pub created_ms: u64,

@@ -1,8 +1,8 @@
 //! The trees of agents in memory: which run called which, and what is left of their budgets.
 //!
-//! A run with a budget of its own has it reserved in its caller's until it ends; from then on it
-//! counts with what it used. A run without one draws from the nearest budget above it. Everything
-//! here follows from the stored runs, so a restart rebuilds it.
+//! The budget of a run is reserved in its caller's budget until the run ends; then only its usage
+//! counts. A run without one draws from the nearest budget above it. Everything here follows from
+//! the stored runs, so a restart rebuilds it.
 
 use std::collections::HashMap;
 

@@ -10,7 +10,7 @@ use crate::domain::utp::delegation::{
     DEFAULT_JOIN_SECONDS, JOIN_GRACE_MS, MAX_JOIN_SECONDS, MAX_JOIN_TASKS,
 };
 
-/// How the agent of a task relates to earlier work.
+/// Selects the earlier work that the agent of a task continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum TargetStrategy {
@@ -215,7 +215,8 @@ fn provision_schema() -> Value {
             "worker_target": optional("Target of wakeups, if an external worker drives the agent"),
             "display_name": optional("Name for people"),
         }),
-        // What is missing is a refusal that the model reads, like any other of this tool.
+        // No field is required by the schema: the tool itself refuses a missing field, with a
+        // message for the model.
         &[],
     )
 }

@@ -1,5 +1,5 @@
 //! The target of an administrative command: a data directory or a server. Both respond in the form
-//! of HTTP v1, so that the output does not depend on the target.
+//! of HTTP v1. Only the response to a new key differs: a data directory adds `first` and `allow`.
 
 use reqwest::Method;
 use serde_json::{Value, json};

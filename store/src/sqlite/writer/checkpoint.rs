@@ -64,7 +64,7 @@ pub(super) enum IdleCheckpoint {
     Done,
     /// The WAL was too long and is empty now.
     Truncated,
-    /// A read prevents that the WAL becomes shorter; it is to be tried again.
+    /// A read prevents the truncation of the WAL; the writer tries again.
     Blocked,
 }
 

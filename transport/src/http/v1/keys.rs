@@ -161,7 +161,7 @@ pub struct NewKeyBody {
 }
 
 impl NewKeyBody {
-    /// Converts the body. `default_allow` is what an agent may call by default.
+    /// Converts the body. `default_allow` has the patterns of the tools that every agent may call.
     pub fn into_new_key(self, project: &str, default_allow: &[String]) -> Result<NewKey, Error> {
         let roles = match (self.roles, self.role) {
             (Some(_), Some(_)) => {

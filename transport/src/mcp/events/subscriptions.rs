@@ -172,7 +172,7 @@ impl EventSubscriptions {
         self.active.lock().get(id).map(|active| (active.record.clone(), active.status))
     }
 
-    /// Returns whether a caller's URL has confirmed before that it wants messages.
+    /// Returns true if a caller's URL has confirmed before that it accepts messages.
     pub(in crate::mcp) fn is_verified(&self, caller: &Caller, url: &str) -> bool {
         let is_same = |active: &ActiveSubscription| {
             let record = &active.record;

@@ -94,7 +94,7 @@ impl EventSender {
         let _ = self.post(receiver, &id, &message).await;
     }
 
-    /// Checks that the receiver wants messages: it repeats a random text.
+    /// Verifies that the receiver accepts messages: its response must repeat a random challenge.
     pub(in crate::mcp) async fn verify(
         &self,
         receiver: &EventReceiver<'_>,

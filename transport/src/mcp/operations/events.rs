@@ -141,7 +141,7 @@ async fn poll(
     let deadline = tokio::time::Instant::now() + POLL_TIMEOUT;
     while position < newest && events.len() < limit {
         let reading = kind.wait_for_page(engine, caller, &filter, position);
-        // What is left is not about calls that this caller may read.
+        // The remaining events concern calls that this caller may not read.
         let Ok(page) = tokio::time::timeout_at(deadline, reading).await else { break };
         let Some(page) = page.map_err(tool_result::protocol_error)? else { break };
         position = page.position;
@@ -164,7 +164,7 @@ async fn poll(
     }))
 }
 
-/// Creates or refreshes a subscription, once its URL has confirmed that it wants messages.
+/// Creates or refreshes a subscription, once its receiver has confirmed that it accepts messages.
 async fn subscribe(
     shared: &McpTransportState,
     view: &CallerView,
