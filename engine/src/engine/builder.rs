@@ -38,7 +38,7 @@ use crate::runs::context::{ListenerResult, ResultListener, ToolCall, ToolResult}
 use crate::runs::finish::run_finish_tool;
 use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
-use crate::runs::{Conversations, RunStreams, Runs};
+use crate::runs::{CallResults, Conversations, RunContexts, RunStreams, RunTrees, Runs};
 use crate::utp::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
 use crate::utp::{Outbox, Utp, WrittenReports};
 use crate::webhooks::Webhooks;
@@ -278,7 +278,7 @@ impl EngineBuilder {
         let webhook_queue = WebhookQueue::new(self.webhook_sender, self.webhook_settings);
         let (utp, webhooks) =
             build_ended_listeners(&calls, self.publishes_outbox, Arc::new(webhook_queue));
-        let streams = RunStreams::new(&calls);
+        let streams = Arc::new(RunStreams::new(&calls));
         let runs = Arc::new(Runs {
             core: core.clone(),
             registry: registry.clone(),
@@ -290,9 +290,11 @@ impl EngineBuilder {
             tool_modes: self.tool_modes,
             result_listeners: self.result_listeners,
             active_runs: streams.active_runs.clone(),
+            trees: RunTrees::new(&registry, &streams),
             streams,
-            run_trees: Default::default(),
             utp: utp.clone(),
+            contexts: Arc::new(RunContexts::new(&calls)),
+            results: CallResults { calls: calls.clone() },
             conversations: Conversations::new(&core, &registry, &calls),
         });
         let delegation = agent_sources.connect(&runs);
