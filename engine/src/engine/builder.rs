@@ -40,7 +40,7 @@ use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{CallResults, Conversations, RunContexts, RunStreams, RunTrees, Runs};
 use crate::utp::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
-use crate::utp::{Outbox, Utp, WrittenReports};
+use crate::utp::{Boxes, Cards, Outbox, Utp, WrittenReports};
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
 
@@ -402,11 +402,14 @@ fn build_ended_listeners(
     publishes_outbox: bool,
     webhook_queue: Arc<WebhookQueue>,
 ) -> (Arc<Utp>, Arc<Webhooks>) {
+    let cards = Arc::new(Cards::new(calls));
     let utp = Arc::new(Utp {
         core: calls.core.clone(),
         registry: calls.registry.clone(),
         dispatcher: calls.dispatcher.clone(),
         calls: calls.clone(),
+        boxes: Boxes { core: calls.core.clone(), cards: cards.clone() },
+        cards,
         outbox: Outbox { core: calls.core.clone(), registry: calls.registry.clone() },
         written_reports: WrittenReports { core: calls.core.clone() },
         publishes_outbox,

@@ -239,7 +239,7 @@ impl Delegation {
         };
         let stored = self.core.store.utp().add_step_call(step_call).await;
         stored.map_err(from_store_error)?;
-        let now = self.utp.find_call(&child.project, &child.id).await?;
+        let now = self.utp.cards.find_call(&child.project, &child.id).await?;
         match now.filter(|child| child.status.is_terminal()) {
             Some(ended) => self.utp.deliver_to_inbox(&ended).await,
             None => Ok(()),
@@ -255,7 +255,7 @@ impl Delegation {
             let task = entry.call();
             let join = task.origin.route.as_deref().and_then(|route| route.joined_by.as_ref());
             let Some(join) = join.and_then(|id| id.parse::<CallId>().ok()) else { continue };
-            let found = self.utp.find_call(&task.project, &join).await?;
+            let found = self.utp.cards.find_call(&task.project, &join).await?;
             if found.is_some_and(|join| join.status.is_terminal()) {
                 let reason = Some("the call that joins it has ended".to_owned());
                 count +=

@@ -294,7 +294,7 @@ async fn a_caller_reads_and_cancels_its_own_calls_and_those_of_others_only_by_a_
     not_found(calls.events(&bob, &events, 0, 10).await.unwrap_err());
     let query = Default::default();
     not_found(engine.runs().results().read_result(&bob, &id, query).await.unwrap_err());
-    not_found(engine.utp().call_cards(&bob, &id).await.unwrap_err());
+    not_found(engine.utp().cards().call_cards(&bob, &id).await.unwrap_err());
     let unknown: CallId = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap();
     let (a, b) = (calls.call(&bob, &id).await.unwrap_err(), calls.call(&bob, &unknown).await);
     let same = a.to_string().replace(id.as_str(), unknown.as_str());

@@ -24,7 +24,7 @@ pub(super) async fn resolve_box(
     let Some(box_id) = named else {
         return Ok(parent.and_then(|parent| parent.context_box_id.clone()));
     };
-    match utp.find_box(&call.project, box_id).await? {
+    match utp.boxes.find_box(&call.project, box_id).await? {
         Some(found) => Ok(Some(found.box_id)),
         None => Err(box_not_found(box_id)),
     }
@@ -32,7 +32,7 @@ pub(super) async fn resolve_box(
 
 /// Returns the message that shows a model the cards of a box.
 pub(crate) async fn box_message(utp: &Utp, caller: &Caller, box_id: &str) -> Result<Value, Error> {
-    utp.card_box(caller, box_id).await?;
+    utp.boxes.card_box(caller, box_id).await?;
     let text = describe_box(utp, &caller.project, box_id).await?;
     Ok(json!({ "role": "system", "content": text.trim_start() }))
 }
@@ -70,8 +70,8 @@ pub(super) async fn agent_messages(
 async fn describe_box(utp: &Utp, project: &str, box_id: &str) -> Result<String, Error> {
     let mut text = format!("\n\nCards of the box {box_id}:");
     let mut omitted = Vec::new();
-    for card_id in utp.box_card_ids(project, box_id).await? {
-        let Some(card) = utp.find_card(project, &card_id).await? else { continue };
+    for card_id in utp.boxes.box_card_ids(project, box_id).await? {
+        let Some(card) = utp.cards.find_card(project, &card_id).await? else { continue };
         let content = Value::Object(card.content);
         let line = format!("\n[{card_id}, {} of {}] {content}", card.kind, card.author_id);
         match text.len() + line.len() <= MAX_CARD_BYTES {

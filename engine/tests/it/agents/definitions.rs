@@ -108,10 +108,10 @@ async fn a_box_gives_cards_to_an_agent_and_to_those_that_it_calls() {
         "card_id": "c1", "type": "agent.thought", "author_id": "me", "metadata": {},
         "content": { "__type__": "TextContent", "text": "the secret is 7" },
     });
-    engine.utp().put_card(&caller(), &card).await.unwrap();
-    let base = engine.utp().create_box(&caller(), vec!["c1".into()], vec![]).await.unwrap();
-    let made = engine.utp().create_box(&caller(), vec![], vec![base.box_id]).await.unwrap();
-    let (_, card_ids) = engine.utp().card_box(&caller(), &made.box_id).await.unwrap();
+    engine.utp().cards().put_card(&caller(), &card).await.unwrap();
+    let base = engine.utp().boxes().create_box(&caller(), vec!["c1".into()], vec![]).await.unwrap();
+    let made = engine.utp().boxes().create_box(&caller(), vec![], vec![base.box_id]).await.unwrap();
+    let (_, card_ids) = engine.utp().boxes().card_box(&caller(), &made.box_id).await.unwrap();
     assert_eq!(card_ids, ["c1"]);
     let args = json!({ "instruction": "x", "context_box_id": made.box_id });
     let call = call_agent(&engine, "a", args).await;
