@@ -16,7 +16,7 @@ use crate::clients::Clients;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, EngineLimits, from_store_error};
 use crate::ports::source::SourceHealth;
-use crate::registry::{Admin, Projects, Registry, Upstreams};
+use crate::registry::{Admin, AgentRoster, Projects, Registry, Upstreams};
 use crate::runs::Runs;
 use crate::utp::Utp;
 use crate::utp::delegation::Delegation;
@@ -30,6 +30,7 @@ pub struct Engine {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) projects: Arc<Projects>,
+    pub(crate) roster: Arc<AgentRoster>,
     pub(crate) upstreams: Arc<Upstreams>,
     pub(crate) admin: Arc<Admin>,
     pub(crate) clients: Arc<Clients>,
@@ -70,6 +71,11 @@ impl Engine {
     /// Creates projects and defines their tools.
     pub fn projects(&self) -> &Arc<Projects> {
         &self.projects
+    }
+
+    /// Defines the agents of projects, and lists them.
+    pub fn roster(&self) -> &Arc<AgentRoster> {
+        &self.roster
     }
 
     /// Holds the MCP servers that tools are imported from.

@@ -32,7 +32,7 @@ use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
-use crate::registry::{Admin, OperatorCredential, Projects, Registry, Upstreams};
+use crate::registry::{Admin, AgentRoster, OperatorCredential, Projects, Registry, Upstreams};
 use crate::runs::agents::AgentSource;
 use crate::runs::context::{ListenerResult, ResultListener, ToolCall, ToolResult};
 use crate::runs::finish::run_finish_tool;
@@ -301,10 +301,12 @@ impl EngineBuilder {
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
         let (projects, upstreams, admin) = build_directory_parts(&registry);
+        let roster = AgentRoster { core: core.clone(), registry: registry.clone() };
         let engine = Engine {
             core,
             registry,
             projects,
+            roster: Arc::new(roster),
             upstreams,
             admin,
             clients,

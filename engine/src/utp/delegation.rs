@@ -27,7 +27,7 @@ use crate::domain::json::Json;
 use crate::domain::utp::delegation::depth_fault;
 use crate::domain::utp::{MAX_DEPTH, Route, StepCall, trace};
 use crate::ports::core::{Core, from_store_error};
-use crate::registry::Registry;
+use crate::registry::{AgentRoster, Registry};
 use crate::utp::Utp;
 
 use definitions::{DelegateArgs, TargetStrategy};
@@ -44,6 +44,7 @@ const MAX_LISTED_AGENTS: usize = 20;
 pub(crate) struct Delegation {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
+    pub(crate) roster: AgentRoster,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) calls: Arc<Calls>,
     pub(crate) utp: Arc<Utp>,
@@ -70,6 +71,7 @@ impl Delegation {
         Self {
             core: utp.core.clone(),
             registry: utp.registry.clone(),
+            roster: AgentRoster { core: utp.core.clone(), registry: utp.registry.clone() },
             dispatcher: utp.dispatcher.clone(),
             calls: utp.calls.clone(),
             utp: utp.clone(),

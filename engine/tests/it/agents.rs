@@ -86,7 +86,7 @@ async fn engine_with(
     let builder = Engine::builder().store(store.clone()).models(Arc::new(model));
     let engine = builder.start().await.unwrap();
     for agent in agents {
-        engine.registry().define_agent(&caller(), agent, None).await.unwrap();
+        engine.roster().define_agent(&caller(), agent, None).await.unwrap();
     }
     engine
 }
@@ -248,7 +248,7 @@ async fn depth_is_capped_with_a_message_for_the_model() {
     assert!(data.contains("at depth 21, and the maximum here is 20"), "{data}");
     let mut limited = agent("n0");
     limited.profile.limits.depth = Some(1);
-    engine.registry().define_agent(&caller(), limited, None).await.unwrap();
+    engine.roster().define_agent(&caller(), limited, None).await.unwrap();
     let call = call_agent(&engine, "n0", json!({ "instruction": "x" })).await;
     let data = call.outcome.as_ref().unwrap().data.as_ref().unwrap().text().to_owned();
     assert!(data.contains("at depth 3, and the maximum here is 2"), "{data}");

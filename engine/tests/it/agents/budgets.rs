@@ -113,7 +113,7 @@ async fn fan_out_is_capped_with_a_message_for_the_model() {
     let engine = Engine::builder().store(store).models(Arc::new(model)).limits(limits);
     let engine = engine.start().await.unwrap();
     for id in ["a", "b", "c"] {
-        engine.registry().define_agent(&caller(), agent(id), None).await.unwrap();
+        engine.roster().define_agent(&caller(), agent(id), None).await.unwrap();
     }
     let id = start_run(&engine, RunRequest::default()).await;
     until("two agents work and the third is refused", async || {
