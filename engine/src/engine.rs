@@ -130,7 +130,10 @@ impl Engine {
 
     /// Returns the health of each source's dependencies, ordered by name.
     pub fn sources_health(&self) -> Vec<SourceHealth> {
-        self.calls.sources_health()
+        let sources = self.calls.dispatcher.sources.values();
+        let mut health: Vec<_> = sources.filter_map(|source| source.health()).collect();
+        health.sort_by_key(|health| health.name);
+        health
     }
 
     /// Returns the reason once the store has failed for good, so that the process has to restart.
@@ -142,7 +145,9 @@ impl Engine {
     /// next start finds and settles the calls that have not finished by then.
     pub async fn shut_down(&self, limit: std::time::Duration) {
         self.core.draining.store(true, Ordering::Release);
-        self.calls.drain(limit).await;
+        let attempts = &self.calls.dispatcher.attempts;
+        attempts.close();
+        let _ = tokio::time::timeout(limit, attempts.wait()).await;
         self.core.shutdown.cancel();
         self.clients.client_queue.close();
         self.core.tasks.close();

@@ -10,9 +10,8 @@ use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
 use crate::calls::rejoin::PendingDelivery;
 use crate::domain::agent::OnParentEnd;
-use crate::domain::caller::Caller;
 use crate::domain::directory::kill_switches::KillSwitchSet;
-use crate::domain::fault::{Code, Error};
+use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunStatus};
 use crate::runs::subscribers::{RunDelta, RunSubscription, Subscriber, Subscribers};
 
@@ -136,21 +135,4 @@ pub struct StartedRun {
 pub(crate) fn run_not_found(run_id: &str) -> Error {
     let excerpt: String = run_id.chars().take(80).collect();
     Error::not_found(format!("there is no run \"{excerpt}\""), "GET /v1/runs lists the runs")
-}
-
-/// Requires that the caller owns the run. A run acts with the rights of its owner, so a caller with
-/// other rights must not steer it, not even under the same agent name.
-pub(super) fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
-    if caller.may_administer() || run.owner.matches(caller) {
-        return Ok(());
-    }
-    Err(not_run_owner(run))
-}
-
-pub(super) fn not_run_owner(run: &Run) -> Error {
-    let message = format!(
-        "this run acts for agent \"{}\", and only that agent may continue it",
-        run.owner.agent
-    );
-    Error::refused(Code::PermissionDenied, message)
 }

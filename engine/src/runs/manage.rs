@@ -25,8 +25,9 @@ use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
-use crate::runs::active::{RunGuard, StartedRun, not_run_owner, require_run_owner};
+use crate::runs::active::{RunGuard, StartedRun};
 use crate::runs::rejoin::{join_earlier_run, undelivered_request};
+use crate::runs::run_context::{not_run_owner, require_run_owner};
 use crate::runs::{Runs, agent_loop, agents};
 
 /// Message with which a run is resumed that ended with an answer because all its calls failed.

@@ -27,7 +27,6 @@ use crate::registry::catalog::{
     CatalogEntry, RESULT_READ, RUN_FINISH, check_definition, compile_definitions,
 };
 use crate::registry::model_tool_names;
-use crate::runs::active::require_run_owner;
 use crate::runs::context::{
     ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
 };
@@ -357,6 +356,23 @@ impl RunContexts {
         calls.retain(|call| catalog.may_read_call(caller, call));
         Ok((calls, truncated))
     }
+}
+
+/// Requires that the caller owns the run. A run acts with the rights of its owner, so a caller with
+/// other rights must not steer it, not even under the same agent name.
+pub(super) fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
+    if caller.may_administer() || run.owner.matches(caller) {
+        return Ok(());
+    }
+    Err(not_run_owner(run))
+}
+
+pub(super) fn not_run_owner(run: &Run) -> Error {
+    let message = format!(
+        "this run acts for agent \"{}\", and only that agent may continue it",
+        run.owner.agent
+    );
+    Error::refused(Code::PermissionDenied, message)
 }
 
 /// Returns whether a tool matches one of these names or patterns. Each may be written with the
