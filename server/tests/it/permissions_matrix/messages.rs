@@ -99,6 +99,8 @@ fn mcp_params(fixture: &Fixture, method: &str) -> Value {
         }),
         "logging/setLevel" => json!({ "level": "info" }),
         "subscriptions/listen" => json!({ "notifications": { "toolsListChanged": true } }),
+        "events/poll" => json!({ "name": "tool_call.ended", "maxEvents": 1 }),
+        "events/unsubscribe" => json!({ "id": "sub_none" }),
         "toolcrib/none" => json!({}),
         _ => json!({}),
     }
