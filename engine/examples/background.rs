@@ -45,9 +45,9 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
             engine.calls().wait(&caller, &ticket.call.id, Until::Ended).await?;
         }
     }
-    let mut output = engine.runs().prompt(&caller, "run_1", 50, 400).await?.text;
+    let mut output = engine.runs().contexts().prompt(&caller, "run_1", 50, 400).await?.text;
 
-    let mut context = engine.runs().context(&caller, "run_1", 50).await?;
+    let mut context = engine.runs().contexts().context(&caller, "run_1", 50).await?;
     let (sender, mut receiver) = mpsc::unbounded_channel();
     context.on_tool_call(move |call, result| {
         // A listener must return quickly. An error is logged and does not affect other listeners.
@@ -60,7 +60,7 @@ pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
 
     finished.notify_one();
     while context.pending_calls().next().is_some() {
-        engine.runs().refresh_context(&caller, &mut context, 10_000).await?;
+        engine.runs().contexts().refresh_context(&caller, &mut context, 10_000).await?;
     }
     let received = receiver.recv().await.ok_or("the listener was not called")?;
     output.push_str(&format!("\nreceived: {received}\n"));

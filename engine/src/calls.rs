@@ -22,7 +22,6 @@ pub(crate) mod wait;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use commit::approval_index::ApprovalIndex;
 use dependents::Dependents;
@@ -40,7 +39,7 @@ use crate::domain::call::{Call, Hold, Status};
 use crate::domain::tool::availability::{ToolAvailability, last_seen_text};
 use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::core::Core;
-use crate::ports::source::{Source, SourceHealth};
+use crate::ports::source::Source;
 use crate::registry::catalog::Catalog;
 use crate::registry::{DirectoryListener, Registry};
 
@@ -235,19 +234,5 @@ impl Calls {
         let source = self.dispatcher.sources.get(&executor);
         let problem = source.and_then(|source| source.unavailable_reason(project, tool));
         ToolAvailability { problem, clients: Vec::new() }
-    }
-
-    /// Returns the health of each source's dependencies, ordered by name.
-    pub(crate) fn sources_health(&self) -> Vec<SourceHealth> {
-        let sources = self.dispatcher.sources.values();
-        let mut health: Vec<_> = sources.filter_map(|source| source.health()).collect();
-        health.sort_by_key(|health| health.name);
-        health
-    }
-
-    /// Waits, at most `limit`, for attempts that run in this process.
-    pub(crate) async fn drain(&self, limit: Duration) {
-        self.dispatcher.attempts.close();
-        let _ = tokio::time::timeout(limit, self.dispatcher.attempts.wait()).await;
     }
 }

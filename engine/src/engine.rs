@@ -16,7 +16,7 @@ use crate::clients::Clients;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, EngineLimits, from_store_error};
 use crate::ports::source::SourceHealth;
-use crate::registry::{Admin, Projects, Registry, Upstreams};
+use crate::registry::{Admin, AgentRoster, Projects, Registry, Upstreams};
 use crate::runs::Runs;
 use crate::utp::Utp;
 use crate::utp::delegation::Delegation;
@@ -30,6 +30,7 @@ pub struct Engine {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) projects: Arc<Projects>,
+    pub(crate) roster: Arc<AgentRoster>,
     pub(crate) upstreams: Arc<Upstreams>,
     pub(crate) admin: Arc<Admin>,
     pub(crate) clients: Arc<Clients>,
@@ -70,6 +71,11 @@ impl Engine {
     /// Creates projects and defines their tools.
     pub fn projects(&self) -> &Arc<Projects> {
         &self.projects
+    }
+
+    /// Defines the agents of projects, and lists them.
+    pub fn roster(&self) -> &Arc<AgentRoster> {
+        &self.roster
     }
 
     /// Holds the MCP servers that tools are imported from.
@@ -124,7 +130,10 @@ impl Engine {
 
     /// Returns the health of each source's dependencies, ordered by name.
     pub fn sources_health(&self) -> Vec<SourceHealth> {
-        self.calls.sources_health()
+        let sources = self.calls.dispatcher.sources.values();
+        let mut health: Vec<_> = sources.filter_map(|source| source.health()).collect();
+        health.sort_by_key(|health| health.name);
+        health
     }
 
     /// Returns the reason once the store has failed for good, so that the process has to restart.
@@ -136,7 +145,9 @@ impl Engine {
     /// next start finds and settles the calls that have not finished by then.
     pub async fn shut_down(&self, limit: std::time::Duration) {
         self.core.draining.store(true, Ordering::Release);
-        self.calls.drain(limit).await;
+        let attempts = &self.calls.dispatcher.attempts;
+        attempts.close();
+        let _ = tokio::time::timeout(limit, attempts.wait()).await;
         self.core.shutdown.cancel();
         self.clients.client_queue.close();
         self.core.tasks.close();

@@ -71,6 +71,13 @@ pub struct Projects {
     pub(crate) registry: Arc<Registry>,
 }
 
+/// The agents of projects: their roster, and the versions of their definitions, on top of the
+/// registry.
+pub struct AgentRoster {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+}
+
 /// The MCP servers that tools are imported from, on top of the registry.
 pub struct Upstreams {
     pub(crate) core: Arc<Core>,

@@ -19,7 +19,6 @@ pub(crate) mod subscribers;
 use std::sync::Arc;
 
 use active::ActiveRuns;
-use agents::budget::RunTrees;
 
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
@@ -32,17 +31,17 @@ use crate::runs::context::ResultListener;
 use crate::utp::Utp;
 
 pub use active::StartedRun;
-pub use agents::{RunTree, RunTreeNode, TreeUsage};
+pub use agents::{RunTree, RunTreeNode, RunTrees, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
 pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
 pub use manage::{RunPage, RunQuery, RunRequest};
-pub use read_result::ResultForModel;
+pub use read_result::{CallResults, ResultForModel};
 pub use replay::{ReplayDifference, ReplayReport};
-pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunToolSelection};
+pub use run_context::{CONTEXT_CALL_LIMITS, MessageFormat, RunContexts, RunToolSelection};
 pub use stream::{ActiveConversation, RunStreams};
 pub use subscribers::{RunDelta, RunSubscription};
 
-/// Runs of agents: one stored agent loop each, and the context of its calls.
+/// Runs of agents: one stored agent loop each.
 pub struct Runs {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
@@ -57,9 +56,11 @@ pub struct Runs {
     /// Listeners for the results of every run.
     pub(crate) result_listeners: Vec<ResultListener>,
     pub(crate) active_runs: Arc<ActiveRuns>,
-    pub(crate) streams: RunStreams,
-    pub(crate) run_trees: RunTrees,
+    pub(crate) streams: Arc<RunStreams>,
+    pub(crate) trees: RunTrees,
     pub(crate) utp: Arc<Utp>,
+    pub(crate) contexts: Arc<RunContexts>,
+    pub(crate) results: CallResults,
     pub(crate) conversations: Conversations,
 }
 
@@ -72,6 +73,21 @@ impl Runs {
     /// Returns the events and deltas of runs.
     pub fn streams(&self) -> &RunStreams {
         &self.streams
+    }
+
+    /// Returns the trees that runs and the agents that they called form.
+    pub fn trees(&self) -> &RunTrees {
+        &self.trees
+    }
+
+    /// Returns the contexts of runs: their tools, their calls and the results.
+    pub fn contexts(&self) -> &Arc<RunContexts> {
+        &self.contexts
+    }
+
+    /// Returns the results of calls, in slices and as models receive them.
+    pub fn results(&self) -> &CallResults {
+        &self.results
     }
 
     /// Returns the conversations behind responses of OpenAI's API.

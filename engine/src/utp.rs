@@ -22,6 +22,8 @@ use crate::ports::core::Core;
 use crate::registry::Registry;
 
 pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
+pub use boxes::Boxes;
+pub use cards::Cards;
 pub use commands::{CommandReceipt, InternalCommand};
 pub use outbox::Outbox;
 pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
@@ -37,6 +39,8 @@ pub struct Utp {
     pub(crate) registry: Arc<Registry>,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) calls: Arc<Calls>,
+    pub(crate) cards: Arc<Cards>,
+    pub(crate) boxes: Boxes,
     pub(crate) outbox: Outbox,
     pub(crate) written_reports: WrittenReports,
     /// True if a publisher drains the outbox.
@@ -46,6 +50,16 @@ pub struct Utp {
 }
 
 impl Utp {
+    /// Returns the cards of calls and those that others wrote.
+    pub fn cards(&self) -> &Arc<Cards> {
+        &self.cards
+    }
+
+    /// Returns the boxes of cards.
+    pub fn boxes(&self) -> &Boxes {
+        &self.boxes
+    }
+
     /// Returns the messages that wait to be published.
     pub fn outbox(&self) -> &Outbox {
         &self.outbox

@@ -189,7 +189,7 @@ async fn apply_configured_directory(engine: &Engine, config: &Config) -> anyhow:
         let caller = Caller::local(&project);
         for agent in agents {
             let id = agent.agent_id.clone();
-            let defined = engine.registry().define_agent(&caller, agent, None).await;
+            let defined = engine.roster().define_agent(&caller, agent, None).await;
             defined.with_context(|| format!("the configured agent {id} of project {project}"))?;
         }
     }

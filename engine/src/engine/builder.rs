@@ -32,15 +32,15 @@ use crate::ports::source::{CallerSource, Source};
 use crate::ports::store::{MemoryStore, Store};
 use crate::ports::webhook_sender::{DeliverySettings, WebhookSender};
 use crate::registry::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
-use crate::registry::{Admin, OperatorCredential, Projects, Registry, Upstreams};
+use crate::registry::{Admin, AgentRoster, OperatorCredential, Projects, Registry, Upstreams};
 use crate::runs::agents::AgentSource;
 use crate::runs::context::{ListenerResult, ResultListener, ToolCall, ToolResult};
 use crate::runs::finish::run_finish_tool;
 use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
-use crate::runs::{Conversations, RunStreams, Runs};
+use crate::runs::{CallResults, Conversations, RunContexts, RunStreams, RunTrees, Runs};
 use crate::utp::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
-use crate::utp::{Outbox, Utp, WrittenReports};
+use crate::utp::{Boxes, Cards, Outbox, Utp, WrittenReports};
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
 
@@ -278,7 +278,7 @@ impl EngineBuilder {
         let webhook_queue = WebhookQueue::new(self.webhook_sender, self.webhook_settings);
         let (utp, webhooks) =
             build_ended_listeners(&calls, self.publishes_outbox, Arc::new(webhook_queue));
-        let streams = RunStreams::new(&calls);
+        let streams = Arc::new(RunStreams::new(&calls));
         let runs = Arc::new(Runs {
             core: core.clone(),
             registry: registry.clone(),
@@ -290,19 +290,23 @@ impl EngineBuilder {
             tool_modes: self.tool_modes,
             result_listeners: self.result_listeners,
             active_runs: streams.active_runs.clone(),
+            trees: RunTrees::new(&registry, &streams),
             streams,
-            run_trees: Default::default(),
             utp: utp.clone(),
+            contexts: Arc::new(RunContexts::new(&calls)),
+            results: CallResults { calls: calls.clone() },
             conversations: Conversations::new(&core, &registry, &calls),
         });
         let delegation = agent_sources.connect(&runs);
         // The handle was created above, so this is its only `set`.
         let _ = runs_handle.set(Arc::downgrade(&runs));
         let (projects, upstreams, admin) = build_directory_parts(&registry);
+        let roster = AgentRoster { core: core.clone(), registry: registry.clone() };
         let engine = Engine {
             core,
             registry,
             projects,
+            roster: Arc::new(roster),
             upstreams,
             admin,
             clients,
@@ -400,11 +404,14 @@ fn build_ended_listeners(
     publishes_outbox: bool,
     webhook_queue: Arc<WebhookQueue>,
 ) -> (Arc<Utp>, Arc<Webhooks>) {
+    let cards = Arc::new(Cards::new(calls));
     let utp = Arc::new(Utp {
         core: calls.core.clone(),
         registry: calls.registry.clone(),
         dispatcher: calls.dispatcher.clone(),
         calls: calls.clone(),
+        boxes: Boxes { core: calls.core.clone(), cards: cards.clone() },
+        cards,
         outbox: Outbox { core: calls.core.clone(), registry: calls.registry.clone() },
         written_reports: WrittenReports { core: calls.core.clone() },
         publishes_outbox,

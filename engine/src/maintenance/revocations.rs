@@ -30,15 +30,17 @@ pub(crate) async fn run(calls: Arc<Calls>) {
 #[derive(PartialEq)]
 struct Permissions {
     rules: Vec<AccessRule>,
-    revoked_keys: Vec<String>,
+    /// Ids of the revoked keys and session tokens.
+    revoked_credentials: Vec<String>,
 }
 
 impl Permissions {
     fn of(catalog: &Catalog) -> Self {
         let directory = catalog.directory();
-        let revoked = directory.keys.iter().filter(|key| key.revoked_ms.is_some());
-        let revoked_keys = revoked.map(|key| key.id.clone()).collect();
-        Self { rules: directory.rules.clone(), revoked_keys }
+        let keys = directory.keys.iter().filter(|key| key.revoked_ms.is_some());
+        let tokens = directory.session_tokens.iter().filter(|token| token.revoked_ms.is_some());
+        let ids = keys.map(|key| &key.id).chain(tokens.map(|token| &token.id));
+        Self { rules: directory.rules.clone(), revoked_credentials: ids.cloned().collect() }
     }
 }
 

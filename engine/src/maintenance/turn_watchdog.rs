@@ -65,7 +65,7 @@ async fn deliver_missed_outcomes(utp: &Arc<Utp>) -> Result<(), Error> {
             let Some(id) = waiting.call_id.as_deref().and_then(|id| id.parse().ok()) else {
                 continue;
             };
-            let call = utp.find_call(&waiting.project, &id).await?;
+            let call = utp.cards.find_call(&waiting.project, &id).await?;
             if let Some(call) = call.filter(|call| call.status.is_terminal()) {
                 utp.deliver_to_inbox(&call).await?;
             }

@@ -10,7 +10,7 @@
 //! names the part; the commit that ends it returns the rest, because an ended run counts with what
 //! it used. `budget` holds the same tree in memory and is rebuilt from the store.
 
-pub(crate) mod budget;
+mod budget;
 mod end;
 mod messages;
 mod start;
@@ -20,15 +20,18 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use async_trait::async_trait;
 
+use crate::domain::agent::{AGENT_TOOL_PREFIX, AgentDriver};
 use crate::domain::id::CallId;
 use crate::domain::run::Run;
 use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
+use crate::registry::Registry;
 use crate::runs::Runs;
 
 pub(crate) use end::check_finish;
+pub(crate) use messages::box_message;
 pub(crate) use start::root_of;
-pub use tree::{RunTree, RunTreeNode, TreeUsage};
+pub use tree::{RunTree, RunTreeNode, RunTrees, TreeUsage};
 
 /// Returns the id of the run that answers a call.
 pub(crate) fn run_id_for(call_id: &CallId) -> String {
@@ -60,6 +63,13 @@ impl AgentSource {
     }
 }
 
+/// Returns true if a worker drives the agent of an attempt.
+fn is_worker_driven(registry: &Registry, attempt: &Attempt) -> bool {
+    let agent_id = attempt.tool.strip_prefix(AGENT_TOOL_PREFIX).unwrap_or(&attempt.tool);
+    let found = registry.find_agent_definition(&attempt.project, agent_id);
+    found.is_some_and(|agent| agent.driver == AgentDriver::Worker)
+}
+
 #[async_trait]
 impl Source for AgentSource {
     fn executor(&self) -> Executor {
@@ -73,7 +83,7 @@ impl Source for AgentSource {
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
         // If the engine is gone, the next process starts the attempt again.
         let Some(runs) = self.runs() else { return StartResult::Accepted };
-        match self.workers.get().filter(|_| runs.is_worker_driven(&attempt)) {
+        match self.workers.get().filter(|_| is_worker_driven(&runs.registry, &attempt)) {
             Some(workers) => workers.start(attempt, progress).await,
             None => Box::pin(runs.start_agent(attempt)).await,
         }

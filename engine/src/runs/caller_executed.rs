@@ -26,8 +26,7 @@ use crate::ports::store::{CallFilter, IdempotencyKey};
 use crate::registry::authorize::enforce_decision;
 use crate::registry::catalog::CatalogEntry;
 use crate::registry::model_tool_names;
-use crate::runs::Runs;
-use crate::runs::run_context::{caller_tool_definition, with_pointer};
+use crate::runs::run_context::{RunContexts, caller_tool_definition, with_pointer};
 use crate::schema::Schema;
 
 /// Maximum number of calls or results in one request.
@@ -62,7 +61,7 @@ struct ValidatedCall {
     result: Option<Result<Json, Fault>>,
 }
 
-impl Runs {
+impl RunContexts {
     /// Records calls that the caller executes itself. All are validated before the first is stored.
     /// A call that comes with its result has ended when this returns.
     pub async fn record_calls(
@@ -249,7 +248,7 @@ impl Runs {
     }
 }
 
-impl Runs {
+impl RunContexts {
     async fn store_reported_call(
         self: Arc<Self>,
         ready: ValidatedCall,

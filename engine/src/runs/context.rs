@@ -7,8 +7,8 @@
 //! with serde, and listeners receive every result.
 //!
 //! The context reads no clock and decides no status: the caller supplies all times.
-//! [`crate::runs::Runs::context`] builds one from the stored state of a run, and
-//! [`crate::runs::Runs::refresh_context`] keeps it up to date.
+//! [`crate::runs::RunContexts::context`] builds one from the stored state of a run, and
+//! [`crate::runs::RunContexts::refresh_context`] keeps it up to date.
 //!
 //! ```
 //! use toolcrib::Json;

@@ -362,7 +362,7 @@ impl RunDriver<'_> {
     fn check_budget(&mut self) {
         let (project, root, run_id) = &self.tree_position;
         self.conversation.progress.exhausted_budget =
-            self.engine.run_trees.exhausted(project, root, run_id);
+            self.engine.trees.budgets.exhausted(project, root, run_id);
     }
 
     /// Fails if the API key that the run acts for was revoked.
@@ -647,7 +647,7 @@ impl Runs {
         if has_ended {
             engine_metrics::count_run_end(next.status.as_str());
         }
-        self.run_trees.update(&next);
+        self.trees.budgets.update(&next);
         *active_run.status.lock() = next.status;
         state.run = next.clone();
         drop(state);

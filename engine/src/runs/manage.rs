@@ -27,6 +27,7 @@ use crate::ports::store::IdempotencyKey;
 use crate::ports::store::runs::RunFilter;
 use crate::runs::active::{RunGuard, StartedRun};
 use crate::runs::rejoin::{join_earlier_run, undelivered_request};
+use crate::runs::run_context::{not_run_owner, require_run_owner};
 use crate::runs::{Runs, agent_loop, agents};
 
 /// Message with which a run is resumed that ended with an answer because all its calls failed.
@@ -166,7 +167,7 @@ impl Runs {
         };
         let mut messages = new.messages;
         if let Some(box_id) = &run.context_box_id {
-            messages.insert(0, self.box_message(caller, box_id).await?);
+            messages.insert(0, agents::box_message(&self.utp, caller, box_id).await?);
         }
         let data = json!({ "model": run.model });
         let entry = JournalRecord::new(JournalKind::Created, now_ms, data).with_messages(messages);
@@ -189,17 +190,6 @@ impl Runs {
             }
             _ => Ok(()),
         }
-    }
-
-    /// Checks that this caller may set the tools of a run: they decide what its model is offered.
-    /// Refused if Toolcrib drives the run for another agent.
-    pub(crate) async fn check_may_set_tools(
-        &self,
-        caller: &Caller,
-        run_id: &str,
-    ) -> Result<(), Error> {
-        let found = self.core.store.runs().run(&caller.project, run_id).await;
-        found.map_err(from_store_error)?.map_or(Ok(()), |run| require_run_owner(caller, &run))
     }
 
     /// Returns a page of the project's runs that the caller may read, newest first. A page may be
@@ -378,7 +368,7 @@ impl Runs {
             let Some(last) = page.last() else { break };
             after = Some((last.project.clone(), last.id.clone()));
             for run in page {
-                self.restore_tree(&run.project, agents::root_of(&run)).await?;
+                self.trees.restore_tree(&run.project, agents::root_of(&run)).await?;
                 if self.active_runs.get(&run.project, &run.id).is_none() {
                     count += 1;
                     drop(self.lock_run(&run.project, &run.id).await?);
@@ -468,23 +458,6 @@ pub fn require_run_access(caller: &Caller) -> Result<(), Error> {
     }
     let message = format!("a key with the role {} has no runs", caller.roles);
     Err(Error::refused(Code::PermissionDenied, message))
-}
-
-/// Requires that the caller owns the run. A run acts with the rights of its owner, so a caller with
-/// other rights must not steer it, not even under the same agent name.
-fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
-    if caller.may_administer() || run.owner.matches(caller) {
-        return Ok(());
-    }
-    Err(not_run_owner(run))
-}
-
-fn not_run_owner(run: &Run) -> Error {
-    let message = format!(
-        "this run acts for agent \"{}\", and only that agent may continue it",
-        run.owner.agent
-    );
-    Error::refused(Code::PermissionDenied, message)
 }
 
 fn require_end_status(run: Run, expected: RunStatus) -> Result<Run, Error> {

@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use crate::calls::Calls;
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::{Caller, Role};
 use crate::domain::fault::{Code, Error, Fault};
@@ -30,7 +31,12 @@ const MAX_TOOL_TOKENS: usize = 4_000;
 /// Results larger than this are read on a blocking thread.
 const BLOCKING_READ_BYTES: usize = 64 << 10;
 
-impl Runs {
+/// The results of calls, read in slices and rendered for models.
+pub struct CallResults {
+    pub(crate) calls: Arc<Calls>,
+}
+
+impl CallResults {
     /// Returns a slice of a call's result. Every caller that may read the call may read its result.
     pub async fn read_result(
         &self,
@@ -65,7 +71,7 @@ impl Runs {
     }
 }
 
-impl Runs {
+impl CallResults {
     /// Renders a call's result for a model: the whole if it fits the budget, otherwise its digest.
     /// The `hint` tells the digest what is relevant; the default is the call's arguments.
     pub async fn render_result_for_model(
@@ -124,7 +130,7 @@ pub enum ResultForModel {
     Digest(digest::Digest),
 }
 
-impl Runs {
+impl CallResults {
     async fn read_slice(
         &self,
         caller: &Caller,
@@ -132,7 +138,7 @@ impl Runs {
         part: SliceQuery,
         max_bytes: usize,
     ) -> Result<Slice, Error> {
-        let call = self.dispatcher.find_readable_call(caller, id).await?;
+        let call = self.calls.dispatcher.find_readable_call(caller, id).await?;
         let data = require_data(&call)?;
         Ok(read_slice(data, part, max_bytes).await?)
     }
@@ -412,7 +418,7 @@ async fn execute_result_read(
     let part = args.to_slice_query()?;
     let mut max_bytes = MAX_TOOL_BYTES;
     loop {
-        let slice = runs.read_slice(&caller, &id, part.clone(), max_bytes).await;
+        let slice = runs.results.read_slice(&caller, &id, part.clone(), max_bytes).await;
         let slice = slice.map_err(|error| match error {
             Error::Refused { fault, .. } => fault,
             Error::Internal(_) => Fault::new(Code::Internal, "the result cannot be read"),

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::calls::request::check_label;
+use crate::calls::{Calls, Dispatcher};
 use crate::domain::access_rules::{self, AccessDecision, RuleAction};
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
@@ -19,13 +20,13 @@ use crate::domain::json::Json;
 use crate::domain::run::Run;
 use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::bus::Topic;
-use crate::ports::core::from_store_error;
+use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::{CallFilter, RunToolDefinitions};
+use crate::registry::Registry;
 use crate::registry::catalog::{
     CatalogEntry, RESULT_READ, RUN_FINISH, check_definition, compile_definitions,
 };
 use crate::registry::model_tool_names;
-use crate::runs::Runs;
 use crate::runs::context::{
     ContextMessages, ContextPrompt, ToolCall, ToolCallContext, ToolResult, definitions,
 };
@@ -57,7 +58,24 @@ pub enum MessageFormat {
     Anthropic,
 }
 
-impl Runs {
+/// The contexts of runs: the tools that their models are offered, their calls and the results.
+pub struct RunContexts {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) dispatcher: Arc<Dispatcher>,
+    pub(crate) calls: Arc<Calls>,
+}
+
+impl RunContexts {
+    pub(crate) fn new(calls: &Arc<Calls>) -> Self {
+        Self {
+            core: calls.core.clone(),
+            registry: calls.registry.clone(),
+            dispatcher: calls.dispatcher.clone(),
+            calls: calls.clone(),
+        }
+    }
+
     /// Returns the context of a run: its newest `limit` calls (1 to 200), and those that are still
     /// open. An unused run id has the tools that a run would have, and no calls.
     pub async fn context(
@@ -161,6 +179,13 @@ impl Runs {
         self.check_run_tools(caller, &mut tools).await?;
         self.store_tool_selection(&caller.project, run_id, &tools).await?;
         self.run_tools(caller, run_id).await
+    }
+
+    /// Checks that this caller may set the tools of a run: they decide what its model is offered.
+    /// Refused if Toolcrib drives the run for another agent.
+    async fn check_may_set_tools(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
+        let found = self.core.store.runs().run(&caller.project, run_id).await;
+        found.map_err(from_store_error)?.map_or(Ok(()), |run| require_run_owner(caller, &run))
     }
 
     /// Stores the tools of a run.
@@ -340,6 +365,23 @@ impl Runs {
         calls.retain(|call| catalog.may_read_call(caller, call));
         Ok((calls, truncated))
     }
+}
+
+/// Requires that the caller owns the run. A run acts with the rights of its owner, so a caller with
+/// other rights must not steer it, not even under the same agent name.
+pub(super) fn require_run_owner(caller: &Caller, run: &Run) -> Result<(), Error> {
+    if caller.may_administer() || run.owner.matches(caller) {
+        return Ok(());
+    }
+    Err(not_run_owner(run))
+}
+
+pub(super) fn not_run_owner(run: &Run) -> Error {
+    let message = format!(
+        "this run acts for agent \"{}\", and only that agent may continue it",
+        run.owner.agent
+    );
+    Error::refused(Code::PermissionDenied, message)
 }
 
 /// Returns whether a tool matches one of these names or patterns. Each may be written with the

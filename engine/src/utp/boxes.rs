@@ -1,6 +1,8 @@
 //! Boxes: ordered sets of cards that give agents their context. A box never changes; a new box
 //! inherits the cards of others.
 
+use std::sync::Arc;
+
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -8,8 +10,8 @@ use crate::domain::agent::CardBox;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
-use crate::ports::core::from_store_error;
-use crate::utp::Utp;
+use crate::ports::core::{Core, from_store_error};
+use crate::utp::cards::Cards;
 
 /// Maximum number of cards in one box, without those that it inherits.
 const MAX_CARDS: usize = 1_000;
@@ -17,7 +19,13 @@ const MAX_CARDS: usize = 1_000;
 /// Maximum number of boxes that a box inherits, directly and indirectly.
 const MAX_INHERITED_BOXES: usize = 64;
 
-impl Utp {
+/// The boxes of a project's cards.
+pub struct Boxes {
+    pub(crate) core: Arc<Core>,
+    pub(crate) cards: Arc<Cards>,
+}
+
+impl Boxes {
     /// Creates a box with these cards, after those of the parent boxes. Every card and every parent
     /// must exist in the caller's project.
     pub async fn create_box(
@@ -40,7 +48,7 @@ impl Utp {
             }
         }
         for (n, card_id) in card_ids.iter().enumerate() {
-            self.card(caller, card_id).await.map_err(|error| match error.code() {
+            self.cards.card(caller, card_id).await.map_err(|error| match error.code() {
                 Code::NotFound => {
                     let excerpt: String = card_id.chars().take(80).collect();
                     invalid(&format!("card_ids/{n}"), format!("there is no card \"{excerpt}\""))

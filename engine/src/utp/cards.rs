@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use crate::calls::{Calls, Dispatcher};
 use crate::domain::call::{Call, Status};
 use crate::domain::caller::Caller;
 use crate::domain::derived;
@@ -12,9 +13,9 @@ use crate::domain::id::CallId;
 use crate::domain::utp::card::{self, Card, TASK_DELIVERABLE, TOOL_CALL, TOOL_RESULT, into_map};
 use crate::domain::utp::{Route, ToolStatus, Turn, trace};
 use crate::lifecycle::is_final_message;
-use crate::ports::core::from_store_error;
+use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::utp::PutCardResult;
-use crate::utp::Utp;
+use crate::registry::Registry;
 use crate::utp::inbox::derive_inbox_id;
 
 /// The call that a report or a card names.
@@ -25,7 +26,24 @@ pub(crate) enum RouteLookup {
     NotFound,
 }
 
-impl Utp {
+/// The cards of UTP: those that calls are presented as, and those that others write.
+pub struct Cards {
+    pub(crate) core: Arc<Core>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) dispatcher: Arc<Dispatcher>,
+    pub(crate) calls: Arc<Calls>,
+}
+
+impl Cards {
+    pub(crate) fn new(calls: &Arc<Calls>) -> Self {
+        Self {
+            core: calls.core.clone(),
+            registry: calls.registry.clone(),
+            dispatcher: calls.dispatcher.clone(),
+            calls: calls.clone(),
+        }
+    }
+
     /// Returns one card.
     pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
         let not_found = || {
@@ -111,17 +129,18 @@ impl Utp {
         if !parked || call.project != caller.project || !call.target.traits.reports_later {
             return true;
         }
-        let (utp, by, attempt) = (self.clone(), by.to_owned(), call.attempt);
+        let (cards, by, attempt) = (self.clone(), by.to_owned(), call.attempt);
         let project = caller.project.clone();
         self.core.tasks.spawn(async move {
-            let soon = utp.core.clock.now_ms() + ACKNOWLEDGE_DELAY_MS;
+            let soon = cards.core.clock.now_ms() + ACKNOWLEDGE_DELAY_MS;
             tokio::select! {
-                () = utp.core.clock.sleep_until(soon) => {}
-                () = utp.core.shutdown.cancelled() => return,
+                () = cards.core.clock.sleep_until(soon) => {}
+                () = cards.core.shutdown.cancelled() => return,
             }
-            if utp.dispatcher.open_calls.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
+            if cards.dispatcher.open_calls.get(&id).is_some_and(|entry| entry.call().hold.is_some())
+            {
                 let event = crate::lifecycle::Event::Acknowledged { attempt, by, instead_of: None };
-                utp.dispatcher.advance_with_retry(&project, &id, event).await;
+                cards.dispatcher.advance_with_retry(&project, &id, event).await;
             }
         });
         true
@@ -132,7 +151,7 @@ impl Utp {
 /// outcome.
 const ACKNOWLEDGE_DELAY_MS: u64 = 100;
 
-impl Utp {
+impl Cards {
     /// Stores the deliverable of a turn that ends without one: a card with the reason. Returns its
     /// id, which is the same for every attempt to end the turn.
     pub(crate) async fn put_fallback_deliverable(

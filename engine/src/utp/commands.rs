@@ -159,7 +159,7 @@ impl Utp {
             }
         }
         // The call may have ended before its step was stored.
-        let now = self.find_call(&call.project, &call.id).await?;
+        let now = self.cards.find_call(&call.project, &call.id).await?;
         if let Some(ended) = now.filter(|call| call.status.is_terminal()) {
             self.deliver_to_inbox(&ended).await?;
         }
@@ -186,7 +186,7 @@ impl Utp {
         route: &mut Route,
     ) -> Result<Result<Value, Fault>, Error> {
         let card_id = command.card_id.as_deref().unwrap_or_default();
-        let Some(card) = self.find_card(project, card_id).await? else {
+        let Some(card) = self.cards.find_card(project, card_id).await? else {
             let excerpt: String = card_id.chars().take(80).collect();
             let message = format!("there is no card \"{excerpt}\"");
             return Ok(Err(Fault::new(Code::NotFound, message).without_side_effect()));

@@ -27,7 +27,7 @@ use crate::domain::json::Json;
 use crate::domain::utp::delegation::depth_fault;
 use crate::domain::utp::{MAX_DEPTH, Route, StepCall, trace};
 use crate::ports::core::{Core, from_store_error};
-use crate::registry::Registry;
+use crate::registry::{AgentRoster, Registry};
 use crate::utp::Utp;
 
 use definitions::{DelegateArgs, TargetStrategy};
@@ -44,6 +44,7 @@ const MAX_LISTED_AGENTS: usize = 20;
 pub(crate) struct Delegation {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
+    pub(crate) roster: AgentRoster,
     pub(crate) dispatcher: Arc<Dispatcher>,
     pub(crate) calls: Arc<Calls>,
     pub(crate) utp: Arc<Utp>,
@@ -70,6 +71,7 @@ impl Delegation {
         Self {
             core: utp.core.clone(),
             registry: utp.registry.clone(),
+            roster: AgentRoster { core: utp.core.clone(), registry: utp.registry.clone() },
             dispatcher: utp.dispatcher.clone(),
             calls: utp.calls.clone(),
             utp: utp.clone(),
@@ -239,7 +241,7 @@ impl Delegation {
         };
         let stored = self.core.store.utp().add_step_call(step_call).await;
         stored.map_err(from_store_error)?;
-        let now = self.utp.find_call(&child.project, &child.id).await?;
+        let now = self.utp.cards.find_call(&child.project, &child.id).await?;
         match now.filter(|child| child.status.is_terminal()) {
             Some(ended) => self.utp.deliver_to_inbox(&ended).await,
             None => Ok(()),
@@ -255,7 +257,7 @@ impl Delegation {
             let task = entry.call();
             let join = task.origin.route.as_deref().and_then(|route| route.joined_by.as_ref());
             let Some(join) = join.and_then(|id| id.parse::<CallId>().ok()) else { continue };
-            let found = self.utp.find_call(&task.project, &join).await?;
+            let found = self.utp.cards.find_call(&task.project, &join).await?;
             if found.is_some_and(|join| join.status.is_terminal()) {
                 let reason = Some("the call that joins it has ended".to_owned());
                 count +=

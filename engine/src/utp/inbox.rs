@@ -118,7 +118,7 @@ impl Utp {
     }
 
     pub(crate) async fn deliver_to_inbox(&self, call: &Call) -> Result<(), Error> {
-        let Some(card) = self.result_card(call).await? else { return Ok(()) };
+        let Some(card) = self.cards.result_card(call).await? else { return Ok(()) };
         let route = Route::for_call(call);
         let inbound = self.report_traceparents.lock().get(&call.id).cloned();
         let call_traceparent = derived::call_traceparent(call);

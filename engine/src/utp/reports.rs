@@ -210,7 +210,7 @@ impl Utp {
         (card_id, status): (&str, ToolStatus),
     ) -> Result<Card, ReportRejection> {
         if let Some(document) = &report.card {
-            let card = self.validate_card(caller, document).await?;
+            let card = self.cards.validate_card(caller, document).await?;
             check_card(&card, &Route::for_call(call), status)?;
             let stored_id = match self.core.store.utp().put_card(card.clone()).await {
                 Ok(PutCardResult::Conflict(stored)) => stored.card_id,
@@ -223,14 +223,14 @@ impl Utp {
             let existing =
                 utp.result_card(&caller.project, turn, id).await.map_err(from_store_error)?;
             // The first result stands. While the call is open, a different one must not replace it.
-            let now = self.find_call(&call.project, &call.id).await?;
+            let now = self.cards.find_call(&call.project, &call.id).await?;
             let ended = now.is_none_or(|call| call.status.is_terminal());
             let stands = |existing: &Card| ended || existing.content == card.content;
             let message = format!("card \"{}\" contradicts \"{stored_id}\"", card.card_id);
             let contradicts = || reject_report("wrong_card", Code::Conflict, message);
             return existing.filter(stands).ok_or_else(contradicts);
         }
-        let found = self.find_card(&caller.project, card_id).await?;
+        let found = self.cards.find_card(&caller.project, card_id).await?;
         let mut card = found.ok_or_else(|| {
             let message = format!("there is no card \"{card_id}\"");
             reject_report("no_card", Code::NotFound, message)
@@ -318,7 +318,7 @@ impl Utp {
         report: &ToolServiceReport,
     ) -> Result<Arc<Call>, ReportRejection> {
         let (turn, id) = (&report.turn_id, &report.tool_call_id);
-        let call = match self.find_by_route(project, turn, id).await? {
+        let call = match self.cards.find_by_route(project, turn, id).await? {
             RouteLookup::Call(call) => call,
             RouteLookup::WrongTurn(call) => {
                 let message = format!("call \"{id}\" is not of turn \"{turn}\"");

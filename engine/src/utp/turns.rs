@@ -325,8 +325,8 @@ impl Utp {
             return Err(invalid("status must be success, partial or failed"));
         }
         let deliverable_card_id = match &finish.deliverable_card_id {
-            Some(card_id) => self.card(caller, card_id).await?.card_id,
-            None => self.put_fallback_deliverable(&turn, finish.reason.as_deref()).await?,
+            Some(card_id) => self.cards.card(caller, card_id).await?.card_id,
+            None => self.cards.put_fallback_deliverable(&turn, finish.reason.as_deref()).await?,
         };
         finish.deliverable_card_id = Some(deliverable_card_id);
         let wish = TurnTransition::Finish(finish);
@@ -539,7 +539,7 @@ impl Utp {
         let mut results = Vec::with_capacity(calls.len());
         for call in calls {
             let Some(card_id) = &call.result_card_id else { continue };
-            let Some(card) = self.find_card(&turn.project, card_id).await? else { continue };
+            let Some(card) = self.cards.find_card(&turn.project, card_id).await? else { continue };
             let content = |name: &str| card.content.get(name).cloned().unwrap_or(Value::Null);
             results.push(StepResult {
                 tool_call_id: call.tool_call_id.clone(),

@@ -86,7 +86,7 @@ async fn engine_with(
     let builder = Engine::builder().store(store.clone()).models(Arc::new(model));
     let engine = builder.start().await.unwrap();
     for agent in agents {
-        engine.registry().define_agent(&caller(), agent, None).await.unwrap();
+        engine.roster().define_agent(&caller(), agent, None).await.unwrap();
     }
     engine
 }
@@ -182,12 +182,12 @@ async fn the_agents_of_one_reply_work_side_by_side_and_form_a_tree() {
     for name in ["a is done", "b is done", "c is done"] {
         assert!(answer_of(&run).contains(name), "{run:?}");
     }
-    let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
+    let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
     assert_eq!((tree.run_count, tree.open_count), (4, 0));
     assert_eq!(tree.node.children.len(), 3);
     assert_eq!(tree.node.total.tokens, 30 + 3 * 15);
     let child = &tree.node.children[0].run;
-    let part = engine.runs().run_tree(&caller(), &child.id).await.unwrap();
+    let part = engine.runs().trees().find_tree(&caller(), &child.id).await.unwrap();
     assert_eq!((part.root_run_id.as_str(), part.run_count), (id.as_str(), 1));
 }
 
@@ -203,7 +203,7 @@ async fn a_child_continues_the_trace_of_its_caller() {
     let traceparent = Some(format!("00-{trace}-00f067aa0ba902b7-01"));
     let id = start_run(&engine, RunRequest { traceparent, ..RunRequest::default() }).await;
     wait_for_end(&engine, &id).await;
-    let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
+    let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
     let child = tree.node.children[0].run.options.traceparent.clone().unwrap();
     assert_eq!(child.split('-').nth(1), Some(trace));
 }
@@ -253,7 +253,7 @@ async fn depth_is_capped_with_a_message_for_the_model() {
     assert!(data.contains("at depth 21, and the maximum here is 20"), "{data}");
     let mut limited = agent("n0");
     limited.profile.limits.depth = Some(1);
-    engine.registry().define_agent(&caller(), limited, None).await.unwrap();
+    engine.roster().define_agent(&caller(), limited, None).await.unwrap();
     let call = call_agent(&engine, "n0", json!({ "instruction": "x" })).await;
     let data = failure_of(&call);
     assert!(data.contains("at depth 3, and the maximum here is 2"), "{data}");

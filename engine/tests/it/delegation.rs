@@ -35,7 +35,7 @@ async fn define_agents(engine: &Engine) {
             worker_target: Some(format!("w_{agent}")),
             ..AgentDefinition::default()
         };
-        engine.registry().define_agent(&caller(), definition, None).await.unwrap();
+        engine.roster().define_agent(&caller(), definition, None).await.unwrap();
     }
 }
 

@@ -131,7 +131,7 @@ async fn a_run_ends_with_the_card_of_the_terminating_result() {
     assert_eq!(run.status, RunStatus::Succeeded, "{run:?}");
     assert_eq!(run.answer.as_ref().unwrap().text, r#"{"keys":2}"#);
     let card_id = run.deliverable_card_id.unwrap();
-    let card = engine.utp().card(&caller(), &card_id).await.unwrap();
+    let card = engine.utp().cards().card(&caller(), &card_id).await.unwrap();
     assert_eq!(card.content["result"], json!({ "keys": 2 }));
     assert_eq!(card.content["after_execution"], "terminate");
     let journal = engine.runs().streams().journal(&caller(), &run.id).await.unwrap();
@@ -153,7 +153,7 @@ async fn an_answer_in_text_is_a_deliverable_too() {
     let engine = builder(Arc::new(script)).start().await.unwrap();
     let run = run_to_end(&engine).await;
     let first = run.deliverable_card_id.unwrap();
-    let card = engine.utp().card(&caller(), &first).await.unwrap();
+    let card = engine.utp().cards().card(&caller(), &first).await.unwrap();
     assert_eq!(
         (card.kind.as_str(), &card.content["text"]),
         ("task.deliverable", &json!("It is closed."))
@@ -165,7 +165,7 @@ async fn an_answer_in_text_is_a_deliverable_too() {
     assert_eq!(reopened.deliverable_card_id, None);
     let run = engine.runs().wait_for_run(&caller(), &run.id, 30_000).await.unwrap();
     assert_ne!(run.deliverable_card_id.as_ref(), Some(&first));
-    engine.utp().card(&caller(), &first).await.unwrap();
+    engine.utp().cards().card(&caller(), &first).await.unwrap();
 }
 
 #[tokio::test]
@@ -292,7 +292,7 @@ async fn a_model_ends_its_run_with_run_finish() {
     assert_eq!((run.status, answer.text.as_str()), (RunStatus::Succeeded, "Done."));
     let by = answer.terminated_by.unwrap();
     assert_eq!((by.name.as_str(), by.result_fields), ("run.finish", Some(json!({ "keys": 2 }))));
-    let card = engine.utp().card(&caller(), &by.card_id).await.unwrap();
+    let card = engine.utp().cards().card(&caller(), &by.card_id).await.unwrap();
     assert_eq!(card.content["result"]["answer"], "Done.");
     let corrected = script.request(1);
     let texts: Vec<&str> =

@@ -52,15 +52,19 @@ async fn a_program_and_a_model_read_the_same_slice_of_a_result() {
     let caller = Caller::local("default");
     let listed = call_tool(&engine, "list.all", json!({})).await;
     let query = SliceQuery { pointer: "/999/n".into(), ..SliceQuery::default() };
-    let slice = engine.runs().read_result(&caller, &listed.id, query).await.unwrap();
+    let slice = engine.runs().results().read_result(&caller, &listed.id, query).await.unwrap();
     assert_eq!(slice.content, SliceContent::Value(Json::parse("999").unwrap()));
     let args = json!({ "tool_call_id": listed.id, "pointer": "/999/n" });
     let read = call_tool(&engine, RESULT_READ, args).await;
     let data = read.outcome.as_ref().unwrap().data.as_ref().unwrap().to_value();
     assert_eq!((&data["value"], &data["type"]), (&json!(999), &json!("number")));
     let other = Caller::local("other");
-    let error =
-        engine.runs().read_result(&other, &listed.id, SliceQuery::default()).await.unwrap_err();
+    let error = engine
+        .runs()
+        .results()
+        .read_result(&other, &listed.id, SliceQuery::default())
+        .await
+        .unwrap_err();
     assert_eq!(code(&error), Code::NotFound);
 }
 
@@ -72,16 +76,28 @@ async fn a_result_that_violates_the_schema_is_readable_by_operators() {
     assert_eq!(failed.status, Status::Failed);
     let fault = failed.outcome.as_ref().unwrap().error.as_ref().unwrap();
     assert_eq!(fault.code, Code::ValidationError);
-    let slice =
-        engine.runs().read_raw_result(&operator, &failed.id, SliceQuery::default()).await.unwrap();
+    let slice = engine
+        .runs()
+        .results()
+        .read_raw_result(&operator, &failed.id, SliceQuery::default())
+        .await
+        .unwrap();
     let raw = Json::from_value(&json!({ "not": "a number" }));
     assert_eq!(slice.content, SliceContent::Value(raw));
     let agent = Caller { roles: Role::Agent.into(), ..operator };
-    let error =
-        engine.runs().read_raw_result(&agent, &failed.id, SliceQuery::default()).await.unwrap_err();
+    let error = engine
+        .runs()
+        .results()
+        .read_raw_result(&agent, &failed.id, SliceQuery::default())
+        .await
+        .unwrap_err();
     assert_eq!(code(&error), Code::PermissionDenied);
-    let error =
-        engine.runs().read_result(&agent, &failed.id, SliceQuery::default()).await.unwrap_err();
+    let error = engine
+        .runs()
+        .results()
+        .read_result(&agent, &failed.id, SliceQuery::default())
+        .await
+        .unwrap_err();
     assert_eq!(code(&error), Code::Conflict);
 }
 
@@ -105,6 +121,7 @@ async fn an_engine_with_the_result_tool_can_be_shut_down() {
     engine.shut_down(std::time::Duration::from_secs(1)).await;
     let id: CallId = "tc_00000000000000000000000000".parse().unwrap();
     let caller = Caller::local("default");
-    let error = engine.runs().read_result(&caller, &id, SliceQuery::default()).await.unwrap_err();
+    let error =
+        engine.runs().results().read_result(&caller, &id, SliceQuery::default()).await.unwrap_err();
     assert_eq!(code(&error), Code::NotFound);
 }

@@ -293,8 +293,8 @@ async fn a_caller_reads_and_cancels_its_own_calls_and_those_of_others_only_by_a_
     let events = EventQuery::Call(id.clone());
     not_found(calls.events(&bob, &events, 0, 10).await.unwrap_err());
     let query = Default::default();
-    not_found(engine.runs().read_result(&bob, &id, query).await.unwrap_err());
-    not_found(engine.utp().call_cards(&bob, &id).await.unwrap_err());
+    not_found(engine.runs().results().read_result(&bob, &id, query).await.unwrap_err());
+    not_found(engine.utp().cards().call_cards(&bob, &id).await.unwrap_err());
     let unknown: CallId = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap();
     let (a, b) = (calls.call(&bob, &id).await.unwrap_err(), calls.call(&bob, &unknown).await);
     let same = a.to_string().replace(id.as_str(), unknown.as_str());
@@ -310,7 +310,7 @@ async fn a_caller_reads_and_cancels_its_own_calls_and_those_of_others_only_by_a_
     let own = call(&engine, &bob, "book.find", json!({})).await.unwrap();
     let seen = calls.events(&bob, &EventQuery::Project, 0, 100).await.unwrap();
     assert!(!seen.is_empty() && seen.iter().all(|event| event.call_id == own));
-    let context = engine.runs().context(&bob, "run_default", 50).await.unwrap();
+    let context = engine.runs().contexts().context(&bob, "run_default", 50).await.unwrap();
     assert_eq!(context.tool_results().len(), 1, "of bob's own call");
 
     put(

@@ -250,7 +250,7 @@ async fn wait_for_run(engine: &Engine, id: &str) -> toolcrib::domain::run::Run {
 }
 
 async fn context_names(engine: &Engine, id: &str) -> Vec<String> {
-    let context = engine.runs().context(&caller(), id, 10).await.unwrap();
+    let context = engine.runs().contexts().context(&caller(), id, 10).await.unwrap();
     context.tool_definitions().iter().map(|tool| tool.name.clone()).collect()
 }
 
@@ -275,7 +275,7 @@ async fn the_tools_of_a_run_are_those_of_its_context() {
         caller_tools: vec![mine],
         toolcrib_tools: Some(vec!["calc.broken".into()]),
     };
-    engine.runs().set_run_tools(&caller(), &id, selection).await.unwrap();
+    engine.runs().contexts().set_run_tools(&caller(), &id, selection).await.unwrap();
     assert_eq!(context_names(&engine, &id).await, ["calc.broken", "my.tool"]);
     let message = || vec![json!({ "role": "user", "content": "And?" })];
     engine.runs().add_run_messages(&caller(), &id, message()).await.unwrap();
@@ -285,7 +285,7 @@ async fn the_tools_of_a_run_are_those_of_its_context() {
     engine.runs().add_run_messages(&caller(), &id, message()).await.unwrap();
     let context = tokio::time::timeout(Duration::from_secs(30), async {
         loop {
-            let context = engine.runs().context(&caller(), &id, 10).await.unwrap();
+            let context = engine.runs().contexts().context(&caller(), &id, 10).await.unwrap();
             if context.pending_calls().count() == 1 {
                 return context;
             }
@@ -300,7 +300,7 @@ async fn the_tools_of_a_run_are_those_of_its_context() {
         call_id: None,
         result: Ok(Json::from_serialize("done by hand").unwrap()),
     };
-    engine.runs().record_results(&caller(), &id, vec![result]).await.unwrap();
+    engine.runs().contexts().record_results(&caller(), &id, vec![result]).await.unwrap();
     let run = wait_for_run(&engine, &id).await;
     assert_eq!((run.status, run.answer.unwrap().text.as_str()), (RunStatus::Succeeded, "So."));
     let answered = script.request(3).messages.last().unwrap()["content"].to_string();

@@ -36,7 +36,7 @@ async fn an_agent_that_ignores_a_wakeup_is_woken_again_on_the_turns_channel() {
         updated_ms: 0,
         definition: None,
     };
-    engine.registry().put_agent_entry(&caller, entry).await.unwrap();
+    engine.roster().put_agent_entry(&caller, entry).await.unwrap();
     let request = TurnLeaseRequest { channel: Some("u_1".into()), ..TurnLeaseRequest::default() };
     let turn = engine.utp().lease_turn(&caller, "ada", request).await.unwrap();
     engine.utp().stop_turn(&caller, "ada", &turn.turn_id, None).await.unwrap();
@@ -83,7 +83,7 @@ async fn every_agent_with_unread_items_is_woken_again() {
             updated_ms: 0,
             definition: None,
         };
-        engine.registry().put_agent_entry(&caller, entry).await.unwrap();
+        engine.roster().put_agent_entry(&caller, entry).await.unwrap();
         let turn = engine
             .utp()
             .lease_turn(&caller, &format!("a{n}"), TurnLeaseRequest::default())
@@ -139,7 +139,7 @@ async fn a_model_sees_only_the_tools_that_the_roster_allows_its_agent() {
             updated_ms: 0,
             definition: None,
         };
-        engine.registry().put_agent_entry(&caller, entry).await.unwrap();
+        engine.roster().put_agent_entry(&caller, entry).await.unwrap();
         assert_eq!(visible_tools(&caller), names);
     }
 }

@@ -79,7 +79,7 @@ async fn get_cards(
     let (mut cards, mut ended) = (Vec::with_capacity(ids.len()), Vec::new());
     let (limit, mut bytes) = (nats.client().max_payload(), 0);
     for id in ids {
-        let card = engine.utp().card(caller, id).await?;
+        let card = engine.utp().cards().card(caller, id).await?;
         let card = serde_json::value::to_raw_value(&wire::WireCard::new(&card));
         let card = card.map_err(|error| Error::Internal(Box::new(error)))?;
         bytes += card.get().len();
@@ -89,7 +89,7 @@ async fn get_cards(
             return Err(reply_too_large(limit));
         }
         cards.push(card);
-        if !engine.utp().acknowledge_card_read(caller, id, sender).await {
+        if !engine.utp().cards().acknowledge_card_read(caller, id, sender).await {
             ended.push(id);
         }
     }
@@ -98,7 +98,7 @@ async fn get_cards(
 
 async fn put_card(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
     engine.projects().require_project(&caller.project)?;
-    let (card, created) = engine.utp().put_card(caller, &body["card"]).await?;
+    let (card, created) = engine.utp().cards().put_card(caller, &body["card"]).await?;
     Ok(json!({ "ok": true, "card_id": card.card_id, "created": created }))
 }
 

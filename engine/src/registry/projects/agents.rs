@@ -14,8 +14,8 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::tool::Executor;
 use crate::domain::utp::is_token;
 use crate::ports::core::from_store_error;
-use crate::registry::Registry;
 use crate::registry::catalog::Catalog;
+use crate::registry::{AgentRoster, Registry};
 
 /// Maximum number of versions that a list shows.
 const MAX_LISTED_VERSIONS: usize = 200;
@@ -23,7 +23,7 @@ const MAX_LISTED_VERSIONS: usize = 200;
 /// Maximum number of agents of one project.
 const MAX_AGENTS: usize = 10_000;
 
-impl Registry {
+impl AgentRoster {
     /// Adds an agent to the roster, or replaces its entry. The agent can be woken, and not called
     /// as a tool.
     pub async fn put_agent_entry(
@@ -31,14 +31,16 @@ impl Registry {
         caller: &Caller,
         mut entry: AgentEntry,
     ) -> Result<AgentEntry, Error> {
-        self.require_admin(caller, Some(&entry.project))?;
+        self.registry.require_admin(caller, Some(&entry.project))?;
         for (field, word) in
             [("agent_id", &entry.agent_id), ("worker_target", &entry.worker_target)]
         {
             check_token(field, word)?;
         }
         entry.updated_ms = self.core.clock.wall_ms();
-        self.change_directory(|_| Ok((DirectoryChange::PutAgent(entry.clone()), None))).await?;
+        self.registry
+            .change_directory(|_| Ok((DirectoryChange::PutAgent(entry.clone()), None)))
+            .await?;
         Ok(entry)
     }
 
@@ -56,13 +58,13 @@ impl Registry {
     ) -> Result<AgentEntry, Error> {
         let is_admin = creator.is_none() && caller.may_administer();
         if is_admin {
-            self.require_admin(caller, None)?;
+            self.registry.require_admin(caller, None)?;
         } else if !caller.may_invoke() {
             let message = format!("a key with the role {} cannot define agents", caller.roles);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         check_definition(&definition)?;
-        let by_name = || self.find_agent_definition(&caller.project, &caller.agent);
+        let by_name = || self.registry.find_agent_definition(&caller.project, &caller.agent);
         let creator = creator.cloned().or_else(|| (!is_admin).then(by_name).flatten());
         let definition = match &creator {
             Some(creator) => narrow_to_creator(definition, creator)?,
@@ -76,25 +78,32 @@ impl Registry {
         let is_current = |entry: &AgentEntry| {
             entry.definition.as_ref().is_some_and(|current| current.is_equivalent(&definition))
         };
-        let existing = self.find_agent_entry(&caller.project, &definition.agent_id);
+        let existing = self.registry.find_agent_entry(&caller.project, &definition.agent_id);
         if let Some(existing) = existing.filter(is_current) {
             return Ok(existing);
         }
-        self.change_directory(|catalog| {
-            let existing = find_entry(catalog, &caller.project, &definition.agent_id);
-            if !is_admin {
-                check_author(existing, &author, definition.driver)?;
-            }
-            check_tool_name_free(catalog, &caller.project, &definition.agent_id)?;
-            check_agent_count(catalog, &caller.project, existing)?;
-            let current = existing.and_then(|entry| entry.definition.as_deref());
-            let version = current.map_or(last_version, |current| current.version) + 1;
-            let next = AgentDefinition { version, ..definition.clone() };
-            let entry = to_entry(&caller.project, next, updated_ms);
-            let audit = self.audit_entry(caller, &caller.project, "agent.set", &entry.agent_id, "");
-            Ok((DirectoryChange::PutAgent(entry), Some(audit)))
-        })
-        .await?;
+        self.registry
+            .change_directory(|catalog| {
+                let existing = find_entry(catalog, &caller.project, &definition.agent_id);
+                if !is_admin {
+                    check_author(existing, &author, definition.driver)?;
+                }
+                check_tool_name_free(catalog, &caller.project, &definition.agent_id)?;
+                check_agent_count(catalog, &caller.project, existing)?;
+                let current = existing.and_then(|entry| entry.definition.as_deref());
+                let version = current.map_or(last_version, |current| current.version) + 1;
+                let next = AgentDefinition { version, ..definition.clone() };
+                let entry = to_entry(&caller.project, next, updated_ms);
+                let audit = self.registry.audit_entry(
+                    caller,
+                    &caller.project,
+                    "agent.set",
+                    &entry.agent_id,
+                    "",
+                );
+                Ok((DirectoryChange::PutAgent(entry), Some(audit)))
+            })
+            .await?;
         self.agent_entry(caller, &definition.agent_id)
     }
 
@@ -107,32 +116,29 @@ impl Registry {
                 && caller.may_invoke()
         });
         if !is_author {
-            self.require_admin(caller, None)?;
+            self.registry.require_admin(caller, None)?;
         }
         let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
-        self.change_directory(|_| {
-            let audit = self.audit_entry(caller, &project, "agent.removed", &agent_id, "");
-            let (project, agent_id) = (project.clone(), agent_id.clone());
-            Ok((DirectoryChange::DropAgent { project, agent_id }, Some(audit)))
-        })
-        .await
+        self.registry
+            .change_directory(|_| {
+                let audit =
+                    self.registry.audit_entry(caller, &project, "agent.removed", &agent_id, "");
+                let (project, agent_id) = (project.clone(), agent_id.clone());
+                Ok((DirectoryChange::DropAgent { project, agent_id }, Some(audit)))
+            })
+            .await
     }
 
     /// Returns the project's roster.
-    pub fn roster(&self, caller: &Caller) -> Vec<AgentEntry> {
-        let catalog = self.catalog();
+    pub fn list(&self, caller: &Caller) -> Vec<AgentEntry> {
+        let catalog = self.registry.catalog();
         let entries = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
         entries.cloned().collect()
     }
 
     /// Returns one agent of the roster.
     pub fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
-        let found = self.find_agent_entry(&caller.project, agent_id);
-        found.ok_or_else(|| {
-            let excerpt: String = agent_id.chars().take(80).collect();
-            let message = format!("agent \"{excerpt}\" is not on the roster");
-            Error::refused(Code::NotFound, message)
-        })
+        self.registry.agent_entry(caller, agent_id)
     }
 
     /// Returns the newest versions of an agent, newest first; also of one that was removed.
@@ -145,6 +151,18 @@ impl Registry {
         let limit = limit.clamp(1, MAX_LISTED_VERSIONS);
         let versions = self.core.store.agents().agent_versions(&caller.project, agent_id, limit);
         versions.await.map_err(from_store_error)
+    }
+}
+
+impl Registry {
+    /// Returns one agent of the roster.
+    pub(crate) fn agent_entry(&self, caller: &Caller, agent_id: &str) -> Result<AgentEntry, Error> {
+        let found = self.find_agent_entry(&caller.project, agent_id);
+        found.ok_or_else(|| {
+            let excerpt: String = agent_id.chars().take(80).collect();
+            let message = format!("agent \"{excerpt}\" is not on the roster");
+            Error::refused(Code::NotFound, message)
+        })
     }
 
     /// Returns the definition of an agent that can be called.

@@ -47,7 +47,7 @@ impl Runs {
             // A batch leaves out results that are too large next to the others.
             call = self.calls.call(caller, &call.id).await?;
         }
-        let card = self.utp.result_card(&call).await?;
+        let card = self.utp.cards.result_card(&call).await?;
         let derived_id = || card::derived_id(&call.id, TOOL_RESULT);
         let card_id = card.map_or_else(derived_id, |card| card.card_id);
         let (name, tool_call_id) = (call.target.tool.clone(), call.id.clone());

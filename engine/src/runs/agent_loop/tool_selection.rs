@@ -92,7 +92,7 @@ impl ToolSelection {
         context: Option<&RunToolSelection>,
     ) -> Self {
         let version = engine.registry.directory_version();
-        let entries = engine.select_model_tools(caller, patterns);
+        let entries = engine.contexts.select_model_tools(caller, patterns);
         let fits = |name: &str| patterns.is_none_or(|patterns| matches_tool(patterns, name));
         let mut handoffs = engine.registry.handoff_tools(caller);
         let active = options.active_agent.as_ref().map(|agent| handoff_tool_name(&agent.agent_id));

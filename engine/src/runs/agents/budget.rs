@@ -102,9 +102,9 @@ pub(crate) struct ChildReservation<'a> {
     pub(crate) max_children: usize,
 }
 
-/// The trees that have open runs.
+/// The budgets of the trees that have open runs.
 #[derive(Default)]
-pub(crate) struct RunTrees {
+pub(crate) struct TreeBudgets {
     state: Mutex<TreesState>,
 }
 
@@ -231,7 +231,7 @@ impl Tree {
     }
 }
 
-impl RunTrees {
+impl TreeBudgets {
     /// Returns true if the tree is in memory.
     pub(crate) fn is_loaded(&self, key: &TreeKey) -> bool {
         self.state.lock().trees.contains_key(key)

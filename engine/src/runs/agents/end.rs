@@ -146,8 +146,8 @@ impl Runs {
     /// Acts on the committed end of a run: reports the result of its call, and ends the agents that
     /// it called as they request.
     pub(crate) fn handle_run_end(self: &Arc<Self>, run: &Run) {
-        let children = self.run_trees.open_children(run);
-        self.run_trees.drop_if_ended(run);
+        let children = self.trees.budgets.open_children(run);
+        self.trees.budgets.drop_if_ended(run);
         if run.lineage.is_some() {
             let (runs, run) = (self.clone(), run.clone());
             self.core.tasks.spawn(async move { runs.report_agent_result(&run).await });
@@ -195,7 +195,7 @@ impl Runs {
     /// Stops the run of a call that has ended, in the background.
     pub(super) fn stop_agent(self: &Arc<Self>, call_id: &CallId) {
         let run_id = run_id_for(call_id);
-        let Some(project) = self.run_trees.project_of(&run_id) else { return };
+        let Some(project) = self.trees.budgets.project_of(&run_id) else { return };
         let runs = self.clone();
         self.core.tasks.spawn(async move {
             runs.stop_child_run(&project, &run_id, "the call of the agent has ended").await;

@@ -7,84 +7,82 @@ use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::run::Run;
-use crate::runs::Runs;
+use crate::utp::Utp;
 use crate::utp::boxes::box_not_found;
 
 /// Maximum number of bytes of cards in the first message; the rest is listed by id.
 const MAX_CARD_BYTES: usize = 48 << 10;
 
-impl Runs {
-    /// Returns the box of an agent's run: the one that the call names, or that of its caller.
-    pub(super) async fn resolve_box(
-        &self,
-        call: &Call,
-        parent: Option<&Run>,
-    ) -> Result<Option<String>, Error> {
-        let args = call.target.args.to_value();
-        let named = args.get("context_box_id").and_then(Value::as_str);
-        let Some(box_id) = named else {
-            return Ok(parent.and_then(|parent| parent.context_box_id.clone()));
-        };
-        match self.utp.find_box(&call.project, box_id).await? {
-            Some(found) => Ok(Some(found.box_id)),
-            None => Err(box_not_found(box_id)),
-        }
+/// Returns the box of an agent's run: the one that the call names, or that of its caller.
+pub(super) async fn resolve_box(
+    utp: &Utp,
+    call: &Call,
+    parent: Option<&Run>,
+) -> Result<Option<String>, Error> {
+    let args = call.target.args.to_value();
+    let named = args.get("context_box_id").and_then(Value::as_str);
+    let Some(box_id) = named else {
+        return Ok(parent.and_then(|parent| parent.context_box_id.clone()));
+    };
+    match utp.boxes.find_box(&call.project, box_id).await? {
+        Some(found) => Ok(Some(found.box_id)),
+        None => Err(box_not_found(box_id)),
     }
+}
 
-    /// Returns the message that shows a model the cards of a box.
-    pub(crate) async fn box_message(&self, caller: &Caller, box_id: &str) -> Result<Value, Error> {
-        self.utp.card_box(caller, box_id).await?;
-        let text = self.describe_box(&caller.project, box_id).await?;
-        Ok(json!({ "role": "system", "content": text.trim_start() }))
-    }
+/// Returns the message that shows a model the cards of a box.
+pub(crate) async fn box_message(utp: &Utp, caller: &Caller, box_id: &str) -> Result<Value, Error> {
+    utp.boxes.card_box(caller, box_id).await?;
+    let text = describe_box(utp, &caller.project, box_id).await?;
+    Ok(json!({ "role": "system", "content": text.trim_start() }))
+}
 
-    /// Returns the first messages of an agent's run.
-    pub(super) async fn agent_messages(
-        &self,
-        agent: &AgentDefinition,
-        call: &Call,
-        context_box_id: Option<&str>,
-    ) -> Result<Vec<Value>, Error> {
-        let mut system = agent.profile.instructions.clone();
-        if !agent.profile.result_fields.is_empty() {
-            system.push_str(&result_guidance(&agent.profile.result_fields));
-        }
-        let args = call.target.args.to_value();
-        let mut task = args["instruction"].as_str().unwrap_or_default().to_owned();
-        match args.get("context") {
-            None | Some(Value::Null) => {}
-            Some(Value::String(text)) => task.push_str(&format!("\n\nContext:\n{text}")),
-            Some(other) => task.push_str(&format!("\n\nContext:\n{other}")),
-        }
-        if let Some(box_id) = context_box_id {
-            task.push_str(&self.describe_box(&call.project, box_id).await?);
-        }
-        let mut messages = Vec::with_capacity(2);
-        if !system.trim().is_empty() {
-            messages.push(json!({ "role": "system", "content": system }));
-        }
-        messages.push(json!({ "role": "user", "content": task }));
-        Ok(messages)
+/// Returns the first messages of an agent's run.
+pub(super) async fn agent_messages(
+    utp: &Utp,
+    agent: &AgentDefinition,
+    call: &Call,
+    context_box_id: Option<&str>,
+) -> Result<Vec<Value>, Error> {
+    let mut system = agent.profile.instructions.clone();
+    if !agent.profile.result_fields.is_empty() {
+        system.push_str(&result_guidance(&agent.profile.result_fields));
     }
+    let args = call.target.args.to_value();
+    let mut task = args["instruction"].as_str().unwrap_or_default().to_owned();
+    match args.get("context") {
+        None | Some(Value::Null) => {}
+        Some(Value::String(text)) => task.push_str(&format!("\n\nContext:\n{text}")),
+        Some(other) => task.push_str(&format!("\n\nContext:\n{other}")),
+    }
+    if let Some(box_id) = context_box_id {
+        task.push_str(&describe_box(utp, &call.project, box_id).await?);
+    }
+    let mut messages = Vec::with_capacity(2);
+    if !system.trim().is_empty() {
+        messages.push(json!({ "role": "system", "content": system }));
+    }
+    messages.push(json!({ "role": "user", "content": task }));
+    Ok(messages)
+}
 
-    /// Returns the cards of a box as text.
-    async fn describe_box(&self, project: &str, box_id: &str) -> Result<String, Error> {
-        let mut text = format!("\n\nCards of the box {box_id}:");
-        let mut omitted = Vec::new();
-        for card_id in self.utp.box_card_ids(project, box_id).await? {
-            let Some(card) = self.utp.find_card(project, &card_id).await? else { continue };
-            let content = Value::Object(card.content);
-            let line = format!("\n[{card_id}, {} of {}] {content}", card.kind, card.author_id);
-            match text.len() + line.len() <= MAX_CARD_BYTES {
-                true => text.push_str(&line),
-                false => omitted.push(card_id),
-            }
+/// Returns the cards of a box as text.
+async fn describe_box(utp: &Utp, project: &str, box_id: &str) -> Result<String, Error> {
+    let mut text = format!("\n\nCards of the box {box_id}:");
+    let mut omitted = Vec::new();
+    for card_id in utp.boxes.box_card_ids(project, box_id).await? {
+        let Some(card) = utp.cards.find_card(project, &card_id).await? else { continue };
+        let content = Value::Object(card.content);
+        let line = format!("\n[{card_id}, {} of {}] {content}", card.kind, card.author_id);
+        match text.len() + line.len() <= MAX_CARD_BYTES {
+            true => text.push_str(&line),
+            false => omitted.push(card_id),
         }
-        if !omitted.is_empty() {
-            text.push_str(&format!("\nNot shown, too long: {}", omitted.join(", ")));
-        }
-        Ok(text)
     }
+    if !omitted.is_empty() {
+        text.push_str(&format!("\nNot shown, too long: {}", omitted.join(", ")));
+    }
+    Ok(text)
 }
 
 /// Returns the part of the instructions that names the fields of the result.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::budget::{ChildReservation, TreeKey};
+use super::messages::{agent_messages, resolve_box};
 use super::run_id_for;
 use crate::domain::agent::{AGENT_TOOL_PREFIX, AgentDefinition, AgentDriver};
 use crate::domain::call::Call;
@@ -16,12 +17,8 @@ use crate::domain::run::{
     JournalKind, JournalRecord, Run, RunBudget, RunLineage, RunOwner, RunStatus,
 };
 use crate::domain::utp::MAX_DEPTH;
-use crate::ports::core::from_store_error;
 use crate::ports::source::{Attempt, StartResult};
 use crate::runs::Runs;
-
-/// Number of runs of a tree read at a time.
-const TREE_PAGE: usize = 500;
 
 /// The work that an agent was called for, and its place in the tree.
 struct AgentTask {
@@ -121,13 +118,6 @@ fn into_fault(error: Error) -> Fault {
 }
 
 impl Runs {
-    /// Returns true if a worker drives the agent of an attempt.
-    pub(super) fn is_worker_driven(&self, attempt: &Attempt) -> bool {
-        let agent_id = attempt.tool.strip_prefix(AGENT_TOOL_PREFIX).unwrap_or(&attempt.tool);
-        let found = self.registry.find_agent_definition(&attempt.project, agent_id);
-        found.is_some_and(|agent| agent.driver == AgentDriver::Worker)
-    }
-
     /// Starts the run of an attempt. Its result arrives when the run has ended.
     pub(super) async fn start_agent(self: &Arc<Self>, attempt: Attempt) -> StartResult {
         match self.try_start_agent(&attempt).await {
@@ -141,12 +131,12 @@ impl Runs {
     async fn try_start_agent(self: &Arc<Self>, attempt: &Attempt) -> Result<Option<Run>, Error> {
         let run_id = run_id_for(&attempt.call_id);
         if attempt.redelivered
-            && let Some(run) = self.load_run(&attempt.project, &run_id).await?
+            && let Some(run) = self.trees.load_run(&attempt.project, &run_id).await?
         {
             if run.status.is_terminal() {
                 return Ok(Some(run));
             }
-            self.load_tree(&run.project, root_of(&run)).await?;
+            self.trees.load_tree(&run.project, root_of(&run)).await?;
             drop(self.lock_run(&run.project, &run.id).await?);
             return Ok(None);
         }
@@ -157,9 +147,9 @@ impl Runs {
         let task = self.build_task(entry.call(), attempt).await?;
         self.check_run_capacity()?;
         let key = task.key(&run_id);
-        self.load_tree(&key.0, &key.1).await?;
+        self.trees.load_tree(&key.0, &key.1).await?;
         let mut lineage = task.lineage(attempt.number, key.1.clone())?;
-        lineage.budget = self.run_trees.reserve(
+        lineage.budget = self.trees.budgets.reserve(
             &key,
             &ChildReservation {
                 run_id: &run_id,
@@ -182,7 +172,7 @@ impl Runs {
                 Ok(None)
             }
             Err(error) => {
-                self.run_trees.discard(&key, &run_id);
+                self.trees.budgets.discard(&key, &run_id);
                 Err(error)
             }
         }
@@ -204,61 +194,9 @@ impl Runs {
             let message = format!("agent \"{agent_id}\" is driven by a worker, not by the loop");
             return Err(refusal(Code::UpstreamUnavailable, message).into());
         }
-        let parent = self.load_run(&attempt.project, &attempt.run_id).await?;
+        let parent = self.trees.load_run(&attempt.project, &attempt.run_id).await?;
         let parent = parent.filter(|parent| !parent.status.is_terminal());
         Ok(AgentTask { agent, call, parent })
-    }
-
-    /// Returns the last committed state of a run.
-    pub(crate) async fn load_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, Error> {
-        // The id of a call's run may be any text that groups calls.
-        if !run_id.starts_with(Run::PREFIX) {
-            return Ok(None);
-        }
-        self.core.store.runs().run(project, run_id).await.map_err(from_store_error)
-    }
-
-    /// Loads a tree into memory, if it is not there.
-    pub(crate) async fn load_tree(&self, project: &str, root: &str) -> Result<(), Error> {
-        let key = (project.to_owned(), root.to_owned());
-        if self.run_trees.is_loaded(&key) {
-            return Ok(());
-        }
-        let runs = self.read_tree(project, root).await?;
-        self.run_trees.add_tree(key, &runs);
-        Ok(())
-    }
-
-    /// Loads the tree of an adopted run into memory, if agents belong to it.
-    pub(crate) async fn restore_tree(&self, project: &str, root: &str) -> Result<(), Error> {
-        let key = (project.to_owned(), root.to_owned());
-        if self.run_trees.is_loaded(&key) {
-            return Ok(());
-        }
-        let runs = self.read_tree(project, root).await?;
-        if runs.iter().any(|run| run.lineage.is_some()) {
-            self.run_trees.add_tree(key, &runs);
-        }
-        Ok(())
-    }
-
-    /// Reads all stored runs of a tree, the first one included.
-    pub(crate) async fn read_tree(&self, project: &str, root: &str) -> Result<Vec<Run>, Error> {
-        let mut runs: Vec<Run> = Vec::new();
-        loop {
-            let after = runs.last().map(|run| run.id.clone());
-            let page = self.core.store.agents().tree_runs(project, root, after, TREE_PAGE).await;
-            let page = page.map_err(from_store_error)?;
-            let is_last = page.len() < TREE_PAGE;
-            runs.extend(page);
-            if is_last {
-                break;
-            }
-        }
-        if !runs.iter().any(|run| run.id == root) {
-            runs.extend(self.load_run(project, root).await?);
-        }
-        Ok(runs)
     }
 
     async fn create_agent_run(
@@ -269,8 +207,8 @@ impl Runs {
         attempt: &Attempt,
     ) -> Result<Run, Error> {
         let AgentTask { agent, call, parent } = task;
-        let context_box_id = self.resolve_box(call, parent.as_ref()).await?;
-        let messages = self.agent_messages(agent, call, context_box_id.as_deref()).await?;
+        let context_box_id = resolve_box(&self.utp, call, parent.as_ref()).await?;
+        let messages = agent_messages(&self.utp, agent, call, context_box_id.as_deref()).await?;
         let model = agent.profile.model.clone();
         let model = model.or_else(|| parent.as_ref().map(|parent| parent.model.clone()));
         let model = model.or_else(|| self.models().names().into_iter().next());

@@ -3,12 +3,18 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::budget::TreeBudgets;
 use super::start::root_of;
 use crate::domain::access_rules::RuleAction;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunBudget, RunLineage};
-use crate::runs::Runs;
+use crate::ports::core::{Core, from_store_error};
+use crate::registry::Registry;
+use crate::runs::stream::RunStreams;
+
+/// Number of runs of a tree read at a time.
+const TREE_PAGE: usize = 500;
 
 /// Usage of a run, or of a whole tree.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -57,14 +63,27 @@ pub struct RunTree {
     pub open_count: usize,
 }
 
-impl Runs {
+/// The trees of runs: stored as the runs of agents, in memory with their budgets.
+pub struct RunTrees {
+    core: Arc<Core>,
+    registry: Arc<Registry>,
+    streams: Arc<RunStreams>,
+    pub(crate) budgets: TreeBudgets,
+}
+
+impl RunTrees {
+    pub(crate) fn new(registry: &Arc<Registry>, streams: &Arc<RunStreams>) -> Self {
+        Self {
+            core: registry.core.clone(),
+            registry: registry.clone(),
+            streams: streams.clone(),
+            budgets: TreeBudgets::default(),
+        }
+    }
+
     /// Returns a run with all runs below it that the caller may read.
-    pub async fn run_tree(
-        self: &Arc<Self>,
-        caller: &Caller,
-        run_id: &str,
-    ) -> Result<RunTree, Error> {
-        let run = self.find_run(caller, run_id).await?;
+    pub async fn find_tree(&self, caller: &Caller, run_id: &str) -> Result<RunTree, Error> {
+        let run = self.streams.find_run(caller, run_id).await?;
         let root_run_id = root_of(&run).to_owned();
         let catalog = self.registry.catalog();
         let mut runs = self.read_tree(&caller.project, &root_run_id).await?;
@@ -85,6 +104,58 @@ impl Runs {
             rest.extend(&node.children);
         }
         Ok(RunTree { root_run_id, run_count, open_count, node })
+    }
+
+    /// Returns the last committed state of a run.
+    pub(crate) async fn load_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, Error> {
+        // The id of a call's run may be any text that groups calls.
+        if !run_id.starts_with(Run::PREFIX) {
+            return Ok(None);
+        }
+        self.core.store.runs().run(project, run_id).await.map_err(from_store_error)
+    }
+
+    /// Loads a tree into memory, if it is not there.
+    pub(crate) async fn load_tree(&self, project: &str, root: &str) -> Result<(), Error> {
+        let key = (project.to_owned(), root.to_owned());
+        if self.budgets.is_loaded(&key) {
+            return Ok(());
+        }
+        let runs = self.read_tree(project, root).await?;
+        self.budgets.add_tree(key, &runs);
+        Ok(())
+    }
+
+    /// Loads the tree of an adopted run into memory, if agents belong to it.
+    pub(crate) async fn restore_tree(&self, project: &str, root: &str) -> Result<(), Error> {
+        let key = (project.to_owned(), root.to_owned());
+        if self.budgets.is_loaded(&key) {
+            return Ok(());
+        }
+        let runs = self.read_tree(project, root).await?;
+        if runs.iter().any(|run| run.lineage.is_some()) {
+            self.budgets.add_tree(key, &runs);
+        }
+        Ok(())
+    }
+
+    /// Reads all stored runs of a tree, the first one included.
+    async fn read_tree(&self, project: &str, root: &str) -> Result<Vec<Run>, Error> {
+        let mut runs: Vec<Run> = Vec::new();
+        loop {
+            let after = runs.last().map(|run| run.id.clone());
+            let page = self.core.store.agents().tree_runs(project, root, after, TREE_PAGE).await;
+            let page = page.map_err(from_store_error)?;
+            let is_last = page.len() < TREE_PAGE;
+            runs.extend(page);
+            if is_last {
+                break;
+            }
+        }
+        if !runs.iter().any(|run| run.id == root) {
+            runs.extend(self.load_run(project, root).await?);
+        }
+        Ok(runs)
     }
 }
 

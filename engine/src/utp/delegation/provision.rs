@@ -78,7 +78,7 @@ impl Delegation {
             return Ok(Err(ProvisionRefusal::new("agent_exists", message)));
         }
         let caller = call.caller();
-        match self.registry.define_agent(&caller, definition, source.as_ref()).await {
+        match self.roster.define_agent(&caller, definition, source.as_ref()).await {
             Ok(_) => Ok(Ok(true)),
             Err(Error::Refused { fault, .. }) => {
                 Ok(Err(ProvisionRefusal::new(fault.code.utp_code(), fault.message)))

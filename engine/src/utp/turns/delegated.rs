@@ -169,7 +169,7 @@ impl Utp {
             let above = above.and_then(|turn| turn.delegation);
             let id = above.and_then(|delegation| delegation.call_id.parse::<CallId>().ok());
             link = match id {
-                Some(id) => self.find_call(&call.project, &id).await?,
+                Some(id) => self.cards.find_call(&call.project, &id).await?,
                 None => None,
             };
         }
@@ -298,7 +298,7 @@ impl Utp {
     pub(super) async fn require_open_delegation(&self, turn: &Turn) -> Result<(), Error> {
         let Some(delegation) = &turn.delegation else { return Ok(()) };
         let Ok(id) = delegation.call_id.parse::<CallId>() else { return Ok(()) };
-        let call = self.find_call(&turn.project, &id).await?;
+        let call = self.cards.find_call(&turn.project, &id).await?;
         let Some(status) = call.map(|call| call.status).filter(|status| status.is_terminal())
         else {
             return Ok(());
@@ -412,7 +412,7 @@ impl Utp {
         let Some(card_id) = &turn.deliverable_card_id else {
             return Ok(Ok(json!({ "deliverable": null, "reason": turn.reason })));
         };
-        Ok(match self.find_card(&turn.project, card_id).await? {
+        Ok(match self.cards.find_card(&turn.project, card_id).await? {
             Some(card) => deliverable_value(&card),
             None => Err(Fault::runtime(format!("the deliverable \"{card_id}\" is gone"))),
         })

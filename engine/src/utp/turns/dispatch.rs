@@ -236,7 +236,7 @@ impl Utp {
     async fn deliver_early_outcomes(&self, turn: &Turn, calls: &[StepCall]) -> Result<(), Error> {
         for call in calls {
             let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { continue };
-            let found = self.find_call(&turn.project, &id).await?;
+            let found = self.cards.find_call(&turn.project, &id).await?;
             if let Some(call) = found.filter(|call| call.status.is_terminal()) {
                 self.deliver_to_inbox(&call).await?;
             }
@@ -299,12 +299,12 @@ impl Utp {
     /// Loads the arguments of a dispatched call, if they are still stored.
     async fn load_dispatched_args(&self, step_call: &StepCall) -> Result<Option<Value>, Error> {
         if let Some(id) = step_call.call_id.as_deref().and_then(|id| id.parse().ok()) {
-            let call = self.find_call(&step_call.project, &id).await?;
+            let call = self.cards.find_call(&step_call.project, &id).await?;
             return Ok(call.map(|call| call.args.to_value()));
         }
         let card_id =
             failed_card_id(&step_call.project, &step_call.turn_id, &step_call.tool_call_id, "call");
-        let card = self.find_card(&step_call.project, &card_id).await?;
+        let card = self.cards.find_card(&step_call.project, &card_id).await?;
         Ok(card.and_then(|card| card.content.get("arguments").cloned()))
     }
 

@@ -39,7 +39,7 @@ impl Utp {
             turn.status = TurnStatus::Stopped;
             turn.reason = reason.clone();
             set_status(&mut turn, ToolStatus::Canceled);
-            let deliverable = self.put_fallback_deliverable(&turn, reason.as_deref()).await?;
+            let deliverable = self.cards.put_fallback_deliverable(&turn, reason.as_deref()).await?;
             turn.deliverable_card_id = Some(deliverable);
             let item = self.build_stop_item(&turn);
             let messages = self.build_wakeup(&item, &turn.channel).into_iter().collect();

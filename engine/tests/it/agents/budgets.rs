@@ -27,7 +27,7 @@ async fn run_in_order(limits: (AgentLimits, AgentLimits), root: u64) -> (Engine,
 async fn a_budget_is_reserved_at_the_start_and_refunded_at_the_end() {
     let tokens = |tokens| AgentLimits { tokens: Some(tokens), ..AgentLimits::default() };
     let (engine, run) = run_in_order((tokens(600), tokens(600)), 1_000).await;
-    let tree = engine.runs().run_tree(&caller(), &run.id).await.unwrap();
+    let tree = engine.runs().trees().find_tree(&caller(), &run.id).await.unwrap();
     let granted: Vec<Option<u64>> = tree
         .node
         .children
@@ -65,7 +65,7 @@ async fn agents_that_work_at_the_same_time_share_the_budget() {
     request.limits.tokens = 1_000;
     let id = start_run(&engine, request).await;
     let tree = until("all agents started", async || {
-        let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
+        let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
         (tree.run_count == 5).then_some(tree)
     })
     .await;
@@ -85,7 +85,7 @@ async fn agents_that_work_at_the_same_time_share_the_budget() {
 async fn agents_without_a_budget_of_their_own_draw_from_their_callers() {
     let (engine, run) = run_in_order((AgentLimits::default(), AgentLimits::default()), 40).await;
     // The root used 15 and the first agent 15; after the next reply of the root, 45 of 40 are used.
-    let tree = engine.runs().run_tree(&caller(), &run.id).await.unwrap();
+    let tree = engine.runs().trees().find_tree(&caller(), &run.id).await.unwrap();
     assert_eq!(tree.node.children.len(), 1, "{tree:?}");
     let reason = run.answer.as_ref().unwrap().stop_reason.unwrap();
     assert_eq!(reason.as_str(), "tokens");
@@ -113,11 +113,11 @@ async fn fan_out_is_capped_with_a_message_for_the_model() {
     let engine = Engine::builder().store(store).models(Arc::new(model)).limits(limits);
     let engine = engine.start().await.unwrap();
     for id in ["a", "b", "c"] {
-        engine.registry().define_agent(&caller(), agent(id), None).await.unwrap();
+        engine.roster().define_agent(&caller(), agent(id), None).await.unwrap();
     }
     let id = start_run(&engine, RunRequest::default()).await;
     until("two agents work and the third is refused", async || {
-        let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
+        let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
         let query = CallQuery { limit: 10, ..CallQuery::default() };
         let calls = engine.calls().calls(&caller(), query).await.unwrap().calls;
         // Before the third call is refused, an agent that ends would make room for it.
@@ -131,6 +131,6 @@ async fn fan_out_is_capped_with_a_message_for_the_model() {
         answer_of(&run).contains("has called 2 agents that still work, the maximum"),
         "{run:?}"
     );
-    let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
+    let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
     assert_eq!(tree.run_count, 3);
 }

@@ -11,17 +11,20 @@ async fn idle_engine() -> Engine {
 #[tokio::test]
 async fn a_changed_definition_is_a_new_version() {
     let engine = idle_engine().await;
-    let registry = engine.registry();
+    let roster = engine.roster();
     let version = |entry: toolcrib::domain::agent::AgentEntry| entry.definition.unwrap().version;
-    assert_eq!(version(registry.define_agent(&caller(), agent("a"), None).await.unwrap()), 1);
-    assert_eq!(version(registry.define_agent(&caller(), agent("a"), None).await.unwrap()), 1);
+    assert_eq!(version(roster.define_agent(&caller(), agent("a"), None).await.unwrap()), 1);
+    assert_eq!(version(roster.define_agent(&caller(), agent("a"), None).await.unwrap()), 1);
     let mut changed = agent("a");
     changed.profile.instructions = "other".into();
-    assert_eq!(version(registry.define_agent(&caller(), changed, None).await.unwrap()), 2);
-    registry.remove_agent_entry(&caller(), "a").await.unwrap();
-    assert_eq!(registry.tool(&caller(), "agent.a").err().unwrap().code(), Code::ToolNotFound);
-    assert_eq!(version(registry.define_agent(&caller(), agent("a"), None).await.unwrap()), 3);
-    let versions = registry.agent_versions(&caller(), "a", 10).await.unwrap();
+    assert_eq!(version(roster.define_agent(&caller(), changed, None).await.unwrap()), 2);
+    roster.remove_agent_entry(&caller(), "a").await.unwrap();
+    assert_eq!(
+        engine.registry().tool(&caller(), "agent.a").err().unwrap().code(),
+        Code::ToolNotFound
+    );
+    assert_eq!(version(roster.define_agent(&caller(), agent("a"), None).await.unwrap()), 3);
+    let versions = roster.agent_versions(&caller(), "a", 10).await.unwrap();
     let numbers: Vec<u64> = versions.iter().map(|version| version.definition.version).collect();
     assert_eq!(numbers, [3, 2, 1]);
     assert_eq!(versions[1].definition.profile.instructions, "other");
@@ -34,7 +37,7 @@ async fn invalid_definitions_are_refused() {
         let parsed = toolcrib::registry::parse_agent_definition(Some("x"), &document);
         let error = match parsed {
             Ok(definition) => {
-                engine.registry().define_agent(&caller(), definition, None).await.err().unwrap()
+                engine.roster().define_agent(&caller(), definition, None).await.err().unwrap()
             }
             Err(error) => error,
         };
@@ -59,7 +62,7 @@ async fn invalid_definitions_are_refused() {
 #[tokio::test]
 async fn a_derived_agent_never_has_more_than_its_creator() {
     let engine = idle_engine().await;
-    let registry = engine.registry();
+    let roster = engine.roster();
     let creator = AgentDefinition {
         profile: AgentProfile {
             tools: Some(vec!["calc.*".into(), "agent.*".into()]),
@@ -68,10 +71,10 @@ async fn a_derived_agent_never_has_more_than_its_creator() {
         },
         ..agent("boss")
     };
-    registry.define_agent(&caller(), creator.clone(), None).await.unwrap();
+    roster.define_agent(&caller(), creator.clone(), None).await.unwrap();
     // The agent itself, with a key of its own.
     let boss = Caller::new("default", "boss", Role::Agent, AuthMethod::Key);
-    let derived = registry.define_agent(&boss, agent("helper"), None).await.unwrap();
+    let derived = roster.define_agent(&boss, agent("helper"), None).await.unwrap();
     let derived = derived.definition.unwrap();
     assert_eq!(derived.profile.tools, creator.profile.tools);
     assert_eq!(
@@ -81,13 +84,13 @@ async fn a_derived_agent_never_has_more_than_its_creator() {
     assert_eq!(derived.derived_from.as_deref(), Some("boss"));
     let mut greedy = agent("greedy");
     greedy.profile.tools = Some(vec!["web.search".into()]);
-    let error = registry.define_agent(&boss, greedy, None).await.err().unwrap();
+    let error = roster.define_agent(&boss, greedy, None).await.err().unwrap();
     assert!(error.to_string().contains("may not use the tool \"web.search\""), "{error}");
     let rich = with_limits("rich", AgentLimits { tokens: Some(2_000), ..AgentLimits::default() });
-    let error = registry.define_agent(&boss, rich, None).await.err().unwrap();
+    let error = roster.define_agent(&boss, rich, None).await.err().unwrap();
     assert!(error.to_string().contains("limits/tokens is 2000"), "{error}");
     // It replaces neither itself nor the agents of others.
-    let error = registry.define_agent(&boss, agent("boss"), None).await.err().unwrap();
+    let error = roster.define_agent(&boss, agent("boss"), None).await.err().unwrap();
     assert_eq!(error.code(), Code::PermissionDenied);
 }
 
@@ -108,10 +111,10 @@ async fn a_box_gives_cards_to_an_agent_and_to_those_that_it_calls() {
         "card_id": "c1", "type": "agent.thought", "author_id": "me", "metadata": {},
         "content": { "__type__": "TextContent", "text": "the secret is 7" },
     });
-    engine.utp().put_card(&caller(), &card).await.unwrap();
-    let base = engine.utp().create_box(&caller(), vec!["c1".into()], vec![]).await.unwrap();
-    let made = engine.utp().create_box(&caller(), vec![], vec![base.box_id]).await.unwrap();
-    let (_, card_ids) = engine.utp().card_box(&caller(), &made.box_id).await.unwrap();
+    engine.utp().cards().put_card(&caller(), &card).await.unwrap();
+    let base = engine.utp().boxes().create_box(&caller(), vec!["c1".into()], vec![]).await.unwrap();
+    let made = engine.utp().boxes().create_box(&caller(), vec![], vec![base.box_id]).await.unwrap();
+    let (_, card_ids) = engine.utp().boxes().card_box(&caller(), &made.box_id).await.unwrap();
     assert_eq!(card_ids, ["c1"]);
     let args = json!({ "instruction": "x", "context_box_id": made.box_id });
     let call = call_agent(&engine, "a", args).await;

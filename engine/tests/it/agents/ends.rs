@@ -17,7 +17,7 @@ fn stuck_tree(prompt: &ModelRequest) -> BoxFuture<'static, ModelReply> {
 
 async fn wait_for_tree(engine: &Engine, id: &str, runs: usize) -> toolcrib::runs::RunTree {
     until("the whole tree works", async || {
-        let tree = engine.runs().run_tree(&caller(), id).await.unwrap();
+        let tree = engine.runs().trees().find_tree(&caller(), id).await.unwrap();
         (tree.run_count == runs).then_some(tree)
     })
     .await
@@ -32,7 +32,7 @@ async fn a_cancel_reaches_the_whole_tree() {
     let began = tokio::time::Instant::now();
     engine.runs().cancel_run(&caller(), &id, None).await.unwrap();
     let tree = until("all runs ended", async || {
-        let tree = engine.runs().run_tree(&caller(), &id).await.unwrap();
+        let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
         (tree.open_count == 0).then_some(tree)
     })
     .await;
@@ -120,7 +120,7 @@ async fn a_delegation_survives_a_restart_with_one_outcome_per_child() {
     .await;
     let run = wait_for_end(&engine, &id).await;
     assert!(answer_of(&run).contains("b is done"), "{run:?}");
-    let after = engine.runs().run_tree(&caller(), &id).await.unwrap();
+    let after = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
     let ids = |tree: &toolcrib::runs::RunTree| -> Vec<String> {
         nodes(&tree.node).iter().map(|node| node.run.id.clone()).collect()
     };

@@ -195,7 +195,7 @@ impl AdminTarget {
                 client.request_json(ApiRequest::get(&["v1", "agents"])).await
             }
             Self::Local { engine, caller, .. } => {
-                let roster = engine.registry().roster(caller).into_iter();
+                let roster = engine.roster().list(caller).into_iter();
                 let agents = roster.map(|entry| agent_json(entry.into()));
                 Ok(json!({ "agents": agents.collect::<Result<Vec<Value>, _>>()? }))
             }
@@ -208,7 +208,7 @@ impl AdminTarget {
                 client.request_json(ApiRequest::get(&["v1", "agents", agent])).await
             }
             Self::Local { engine, caller, .. } => {
-                agent_json(engine.registry().agent_entry(caller, agent)?.into())
+                agent_json(engine.roster().agent_entry(caller, agent)?.into())
             }
         }
     }
@@ -219,7 +219,7 @@ impl AdminTarget {
                 client.request_json(ApiRequest::get(&["v1", "agents", agent, "versions"])).await
             }
             Self::Local { engine, caller, .. } => {
-                let versions = engine.registry().agent_versions(caller, agent, usize::MAX).await?;
+                let versions = engine.roster().agent_versions(caller, agent, usize::MAX).await?;
                 let versions = versions.into_iter().map(|version| agent_json(version.into()));
                 Ok(json!({ "versions": versions.collect::<Result<Vec<Value>, _>>()? }))
             }
@@ -235,7 +235,7 @@ impl AdminTarget {
             }
             Self::Local { engine, caller, .. } => {
                 let definition = parse_agent_definition(None, document)?;
-                let defined = engine.registry().define_agent(caller, definition, None).await?;
+                let defined = engine.roster().define_agent(caller, definition, None).await?;
                 agent_json(defined.into())
             }
         }
@@ -248,7 +248,7 @@ impl AdminTarget {
                 client.request_json(request).await.map(drop)
             }
             Self::Local { engine, caller, .. } => {
-                Ok(engine.registry().remove_agent_entry(caller, agent).await?)
+                Ok(engine.roster().remove_agent_entry(caller, agent).await?)
             }
         }
     }

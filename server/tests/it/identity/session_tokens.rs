@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::credentials::{bearer, create};
-use crate::support::api::message;
+use crate::support::api::{message, offer};
 use crate::support::mcp::Mcp;
 use crate::support::process;
 use crate::support::{Api, Server, until};
@@ -190,4 +190,20 @@ async fn tokens_survive_a_killed_server_and_serve_the_command_line() {
     let id = token["id"].as_str().unwrap();
     assert!(command(&["tokens", "revoke", id], &key).status.success());
     Api::new(&address).key(secret).get("/v1/tools").await.refused(401, "UNAUTHENTICATED");
+}
+
+#[tokio::test]
+async fn waiting_calls_end_when_their_token_is_revoked() {
+    let server = Server::start().await;
+    let admin = server.keyed("default", "boss", "admin", &[]).await;
+    let provider = server.keyed("default", "worker", "provider", &[]).await;
+    provider.register("c1", json!([offer("a.tool")])).await;
+    let key = bearer(&server, &create(&admin, json!({ "agent": "ada", "allow": ["*"] })).await);
+    let token = mint(&key, json!({ "ttl_s": 600 })).await;
+    let of_token = holder(&server, &token).invoke("a.tool", json!({})).await;
+    let of_key = key.invoke("a.tool", json!({})).await;
+    key.delete(&revocation_path(&token)).await.is(204);
+    let ended = admin.finished(&of_token).await;
+    assert_eq!(ended["error"]["code"], "PERMISSION_DENIED", "{ended}");
+    assert_eq!(admin.call(&of_key).await["status"], "PENDING");
 }

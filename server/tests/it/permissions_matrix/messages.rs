@@ -33,6 +33,10 @@ const MCP_METHODS: &[(&str, &str, &str)] = &[
     ("complete", "completion/complete", "UAAAAAAA"),
     ("listen", "subscriptions/listen", "UAAAAAAA"),
     ("on_custom_request", "toolcrib/none", "UEEEEEEE"),
+    ("on_custom_request", "events/list", "UAAAAAAA"),
+    ("on_custom_request", "events/poll", "UAAAAAAA"),
+    ("on_custom_request", "events/subscribe", "UEEEEEEE"),
+    ("on_custom_request", "events/unsubscribe", "UEEEEEEE"),
     ("set_level", "logging/setLevel", "UAAAAAAA"),
     ("subscribe", "resources/subscribe", "UAAAAAAA"),
     ("unsubscribe", "resources/unsubscribe", "UAAAAAAA"),
@@ -95,6 +99,8 @@ fn mcp_params(fixture: &Fixture, method: &str) -> Value {
         }),
         "logging/setLevel" => json!({ "level": "info" }),
         "subscriptions/listen" => json!({ "notifications": { "toolsListChanged": true } }),
+        "events/poll" => json!({ "name": "tool_call.ended", "maxEvents": 1 }),
+        "events/unsubscribe" => json!({ "id": "sub_none" }),
         "toolcrib/none" => json!({}),
         _ => json!({}),
     }
@@ -151,6 +157,14 @@ async fn every_mcp_method_answers_every_role_as_expected() {
     assert!(missing.is_empty(), "handlers without an expectation: {missing:?}");
     let extra: Vec<_> = known.difference(&handlers).filter(|h| !of_library.contains(*h)).collect();
     assert!(extra.is_empty(), "expectations for nothing: {extra:?}");
+    // Methods that the MCP library does not know.
+    let source = include_str!("../../../../transport/src/mcp/operations/events.rs");
+    let lines = source.lines().filter_map(|line| line.trim_start().strip_prefix('"'));
+    let methods: BTreeSet<&str> =
+        lines.filter_map(|line| Some(line.split_once("\" => ")?.0)).collect();
+    let expected = MCP_METHODS.iter().map(|(_, method, _)| *method);
+    let expected: BTreeSet<&str> = expected.filter(|m| m.starts_with("events/")).collect();
+    assert_eq!(methods, expected, "methods without an expectation, or the other way round");
     let fixture = Fixture::new().await;
     let mut found = BTreeMap::new();
     for (_, method, _) in MCP_METHODS {

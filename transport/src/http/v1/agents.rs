@@ -35,7 +35,7 @@ pub(super) async fn list(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Json<AgentList> {
-    let roster = state.engine.registry().roster(&caller).into_iter().map(AgentBody::from);
+    let roster = state.engine.roster().list(&caller).into_iter().map(AgentBody::from);
     Json(AgentList { agents: roster.collect() })
 }
 
@@ -48,7 +48,7 @@ pub(super) async fn show(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
 ) -> Result<Json<AgentBody>, ApiError> {
-    Ok(Json(state.engine.registry().agent_entry(&caller, &agent_id)?.into()))
+    Ok(Json(state.engine.roster().agent_entry(&caller, &agent_id)?.into()))
 }
 
 /// Removes an agent and its tool. Its open runs continue.
@@ -61,7 +61,7 @@ pub(super) async fn drop_agent(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
 ) -> Result<StatusCode, ApiError> {
-    state.engine.registry().remove_agent_entry(&caller, &agent_id).await?;
+    state.engine.roster().remove_agent_entry(&caller, &agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -51,7 +51,7 @@ pub(super) async fn show(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(id): NamePath,
 ) -> Result<Json<Value>, ApiError> {
-    Ok(Json(wire::card_json(&state.engine.utp().card(&caller, &id).await?)))
+    Ok(Json(wire::card_json(&state.engine.utp().cards().card(&caller, &id).await?)))
 }
 
 /// The cards of a call.
@@ -70,7 +70,7 @@ pub(super) async fn call_cards(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     CallPath(id): CallPath,
 ) -> Result<Json<Value>, ApiError> {
-    let cards = state.engine.utp().call_cards(&caller, &id).await?;
+    let cards = state.engine.utp().cards().call_cards(&caller, &id).await?;
     Ok(Json(json!({ "cards": cards.iter().map(wire::card_json).collect::<Vec<_>>() })))
 }
 
@@ -88,7 +88,7 @@ pub(super) async fn put(
     ResultJsonBody(body): ResultJsonBody<Value>,
 ) -> Result<Response, ApiError> {
     let card_json = body.get("card").unwrap_or(&body);
-    let (card, created) = state.engine.utp().put_card(&caller, card_json).await?;
+    let (card, created) = state.engine.utp().cards().put_card(&caller, card_json).await?;
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, Json(wire::card_json(&card))).into_response())
 }

@@ -220,19 +220,24 @@ pub(super) async fn show(
     let (budget, limit) = (showing.budget_tokens(&format)?, showing.limit()?);
     match format {
         ContextFormat::Json => {
-            let context = state.engine.runs().context(&caller, &run_id, limit).await?;
+            let context = state.engine.runs().contexts().context(&caller, &run_id, limit).await?;
             Ok(Json(ContextBody::from(&context)).into_response())
         }
         ContextFormat::Conversation(style) => {
-            let assembled =
-                state.engine.runs().conversation(&caller, &run_id, limit, style, budget).await?;
+            let assembled = state
+                .engine
+                .runs()
+                .contexts()
+                .conversation(&caller, &run_id, limit, style, budget)
+                .await?;
             let (conversation, truncated) = assembled;
             let (messages, tools) = (conversation.messages, conversation.tools);
             Ok(Json(ConversationBody { run_id, messages, tools, truncated }).into_response())
         }
         ContextFormat::Prompt => {
             let budget = budget.unwrap_or(DEFAULT_BUDGET_TOKENS);
-            let prompt = state.engine.runs().prompt(&caller, &run_id, limit, budget).await?;
+            let prompt =
+                state.engine.runs().contexts().prompt(&caller, &run_id, limit, budget).await?;
             let left_out = OmittedCountsBody {
                 tools: prompt.omitted.tools,
                 pending: prompt.omitted.pending,
@@ -281,7 +286,7 @@ pub(super) async fn set_tools(
 ) -> Result<Json<RunToolsBody>, ApiError> {
     let default_ms = state.engine.registry().default_timeout_ms(&caller);
     let tools = body.into_run_tools(&caller.project, default_ms)?;
-    let set = state.engine.runs().set_run_tools(&caller, &run_id, tools).await?;
+    let set = state.engine.runs().contexts().set_run_tools(&caller, &run_id, tools).await?;
     let tool_definitions = set.iter().map(ToolBody::from).collect();
     Ok(Json(RunToolsBody { run_id, tool_definitions }))
 }
@@ -316,7 +321,8 @@ pub(super) async fn record_calls(
 ) -> Result<Response, ApiError> {
     let traceparent = traceparent(&headers).map(|trace| trace.to_string());
     let calls = body.into_calls(&run_id, traceparent.as_deref())?;
-    let recorded = Box::pin(state.engine.runs().record_calls(&caller, &run_id, calls)).await?;
+    let recorded =
+        Box::pin(state.engine.runs().contexts().record_calls(&caller, &run_id, calls)).await?;
     Ok(recorded_response(StatusCode::CREATED, &recorded))
 }
 
@@ -337,6 +343,7 @@ pub(super) async fn record_results(
     ResultJsonBody(body): ResultJsonBody<ResultsBody>,
 ) -> Result<Response, ApiError> {
     let results = body.into_results()?;
-    let ended = Box::pin(state.engine.runs().record_results(&caller, &run_id, results)).await?;
+    let ended =
+        Box::pin(state.engine.runs().contexts().record_results(&caller, &run_id, results)).await?;
     Ok(recorded_response(StatusCode::OK, &ended))
 }

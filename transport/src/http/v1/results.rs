@@ -226,9 +226,9 @@ pub(super) async fn read_result(
         grep: reading.grep.filter(|grep| !grep.is_empty()),
     };
     let slice = if raw {
-        state.engine.runs().read_raw_result(&caller, &id, part).await?
+        state.engine.runs().results().read_raw_result(&caller, &id, part).await?
     } else {
-        state.engine.runs().read_result(&caller, &id, part).await?
+        state.engine.runs().results().read_result(&caller, &id, part).await?
     };
     Ok(Body(ResultReadBody::Slice(SliceBody::new(id.as_str(), slice))).into_response())
 }
@@ -263,8 +263,12 @@ async fn result_for_model<'a>(
         return Err(param_error("budget_tokens", &message));
     }
     let hint = query.clone().filter(|query| !query.is_empty());
-    let rendered =
-        state.engine.runs().render_result_for_model(caller, id, budget as usize, hint).await?;
+    let rendered = state
+        .engine
+        .runs()
+        .results()
+        .render_result_for_model(caller, id, budget as usize, hint)
+        .await?;
     let tool_call_id = id.as_str();
     Ok(match rendered {
         ResultForModel::Whole { data, tokens } => ResultForModelBody {

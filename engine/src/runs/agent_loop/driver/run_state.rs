@@ -141,7 +141,7 @@ impl<'a> AgentLoop<'a> {
         let is_replay = self.run_state.owner == LoopOwner::Replay;
         let selection = match is_replay {
             true => None,
-            false => self.engine.find_tool_selection(project, run_id).await?,
+            false => self.engine.contexts.find_tool_selection(project, run_id).await?,
         };
         let is_same = selection == self.run_state.selection
             && self.tool_selection.version == self.engine.registry.directory_version();
@@ -169,7 +169,8 @@ impl<'a> AgentLoop<'a> {
         }
         if !self.run_state.is_loaded && !is_replay {
             let limit = CONTEXT_CALL_LIMITS.0;
-            let (calls, truncated) = self.engine.load_run_calls(self.caller, run_id, limit).await?;
+            let (calls, truncated) =
+                self.engine.contexts.load_run_calls(self.caller, run_id, limit).await?;
             let state = &mut self.run_state;
             state.context.set_truncated(truncated);
             add_calls(&mut state.context, &calls);
@@ -198,7 +199,7 @@ impl<'a> AgentLoop<'a> {
             return Ok(());
         }
         selection.toolcrib_tools = Some(names);
-        self.engine.store_tool_selection(project, run_id, &selection).await?;
+        self.engine.contexts.store_tool_selection(project, run_id, &selection).await?;
         self.run_state.selection = Some(selection);
         Ok(())
     }
@@ -353,7 +354,7 @@ impl<'a> AgentLoop<'a> {
         };
         let reported = ReportedCall { request, background: Some(is_async), result: None };
         let (engine, run_id) = (self.engine, self.options.run_id.as_str());
-        let recorded = engine.record_calls(self.caller, run_id, vec![reported]).await?;
+        let recorded = engine.contexts.record_calls(self.caller, run_id, vec![reported]).await?;
         let Some(mut ticket) = recorded.into_iter().next() else { return Ok(String::new()) };
         if !is_async {
             let remaining_ms = limits::remaining_ms(&self.options.limits, progress);

@@ -163,13 +163,13 @@ pub(crate) async fn put(
 ) -> Result<Json<AgentBody>, ApiError> {
     let document = read_agent_document(request, state.settings.max_body_bytes).await?;
     let has = |name: &str| document.get(name).is_some_and(|value| !value.is_null());
-    let registry = state.engine.registry();
+    let roster = state.engine.roster();
     if has("worker_target") && !has("driver") && !has("on_parent_end") {
         let entry = roster_entry(&caller.project, agent_id, &document)?;
-        return Ok(Json(registry.put_agent_entry(&caller, entry).await?.into()));
+        return Ok(Json(roster.put_agent_entry(&caller, entry).await?.into()));
     }
     let definition = parse_agent_definition(Some(&agent_id), &document)?;
-    Ok(Json(registry.define_agent(&caller, definition, None).await?.into()))
+    Ok(Json(roster.define_agent(&caller, definition, None).await?.into()))
 }
 
 /// Lists the newest versions of an agent, newest first; also of one that was removed.
@@ -181,7 +181,7 @@ pub(crate) async fn versions(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(agent_id): NamePath,
 ) -> Result<Response, ApiError> {
-    let versions = state.engine.registry().agent_versions(&caller, &agent_id, usize::MAX).await?;
+    let versions = state.engine.roster().agent_versions(&caller, &agent_id, usize::MAX).await?;
     if versions.is_empty() {
         let excerpt: String = agent_id.chars().take(80).collect();
         let message = format!("agent \"{excerpt}\" has no versions");

@@ -58,8 +58,8 @@ pub(crate) async fn create_box(
     StrictJsonBody(body): StrictJsonBody<NewBoxBody>,
 ) -> Result<(StatusCode, Json<BoxBody>), ApiError> {
     let utp = state.engine.utp();
-    let created = utp.create_box(&caller, body.card_ids, body.parent_ids).await?;
-    let (found, card_ids) = utp.card_box(&caller, &created.box_id).await?;
+    let created = utp.boxes().create_box(&caller, body.card_ids, body.parent_ids).await?;
+    let (found, card_ids) = utp.boxes().card_box(&caller, &created.box_id).await?;
     Ok((StatusCode::CREATED, Json(BoxBody::new(found, card_ids))))
 }
 
@@ -72,6 +72,6 @@ pub(crate) async fn show_box(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(box_id): NamePath,
 ) -> Result<Json<BoxBody>, ApiError> {
-    let (found, card_ids) = state.engine.utp().card_box(&caller, &box_id).await?;
+    let (found, card_ids) = state.engine.utp().boxes().card_box(&caller, &box_id).await?;
     Ok(Json(BoxBody::new(found, card_ids)))
 }

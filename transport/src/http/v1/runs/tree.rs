@@ -143,5 +143,5 @@ pub(crate) async fn show_tree(
     AuthenticatedCaller(caller): AuthenticatedCaller,
     NamePath(run_id): NamePath,
 ) -> Result<Json<RunTreeBody>, ApiError> {
-    Ok(Json(state.engine.runs().run_tree(&caller, &run_id).await?.into()))
+    Ok(Json(state.engine.runs().trees().find_tree(&caller, &run_id).await?.into()))
 }
