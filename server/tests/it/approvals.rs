@@ -8,6 +8,7 @@ mod many;
 mod runs;
 mod showing;
 mod standing;
+mod transports;
 
 use serde_json::{Value, json};
 use toolcrib::Caller;

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, ScriptedModel, text_reply};
 
+use crate::openapi::upstream::Upstream;
 use crate::support::api::{message, offer, offer_with};
 use crate::support::mcp::Mcp;
 use crate::support::nats::{Nats, tool};
@@ -111,6 +112,23 @@ async fn calls_at_mcp_servers_and_tool_services_are_canceled() {
     command.ack().await;
     let switched = switch_off(&server, "source/utp").await;
     failed(&api, &work, switched, "OUTCOME_UNKNOWN").await;
+}
+
+#[tokio::test]
+async fn calls_at_http_apis_end_too() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.operator();
+    let options = json!({ "http": { "url": upstream.url("/hang") } });
+    let body = json!({ "tool_name": "api.hang", "options": options });
+    api.post("/projects/default/tools", body).await.is(201);
+    let call = api.invoke("api.hang", json!({})).await;
+    until("the API to have the request", || async {
+        (upstream.requests().len() == 1).then_some(())
+    })
+    .await;
+    let switched = switch_off(&server, "tool/api.hang").await;
+    failed(&api, &call, switched, "PERMISSION_DENIED").await;
 }
 
 #[tokio::test]
