@@ -1,9 +1,9 @@
 //! The interfaces that the engine needs from outside: store, bus, clock, sources, models, webhook
-//! sender and observer. Each comes with the implementation that needs nothing: the store in memory,
-//! the local bus, the system clock, and tools written as Rust functions.
+//! sender and observer. Some have an implementation here that needs no other program: the store in
+//! memory, the local bus, the system clock, and tools written as Rust functions.
 //!
-//! Beside them is what all parts of the engine share: its state (`core`) and its metrics
-//! (`engine_metrics`).
+//! This module also holds the state (`core`) and the metrics (`engine_metrics`) that all parts of
+//! the engine share.
 
 pub mod bus;
 pub mod clock;

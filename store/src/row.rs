@@ -5,7 +5,7 @@
 mod approval;
 mod call;
 mod caller_identity;
-mod columns;
+mod columns_macro;
 mod definition;
 mod delivery;
 mod directory;
@@ -20,7 +20,7 @@ use toolcrib::ports::store::StoreError;
 
 pub(crate) use approval::{APPROVAL_COLUMNS, ApprovalChangeRow, ApprovalRow, read_approval};
 pub(crate) use call::{CALL_COLUMNS, CallColumn, CallRow, decode_caller_call_id, read_call};
-pub(crate) use columns::columns;
+pub(crate) use columns_macro::columns;
 pub(crate) use definition::{decode_definition, encode_definition};
 pub(crate) use delivery::{DELIVERY_COLUMNS, DeliveryColumn, read_delivery, read_try};
 pub(crate) use directory::{

@@ -8,6 +8,7 @@
 //! To add a route, write a handler with `#[utoipa::path]` in the file of its resource, with its
 //! bodies next to it; add it to the `routes` of its group; then run
 //! `UPDATE=1 cargo test -p toolcrib-server --test it wire_files`, which writes `api/openapi.json`.
+//! A row in `server/tests/it/permissions_matrix/routes.rs` and a section in `docs/http.md` follow.
 //! `extract` reads the caller, parameters and bodies, `wire` has the bodies that several
 //! handlers share, and `problem` writes errors.
 //!

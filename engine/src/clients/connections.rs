@@ -1,7 +1,7 @@
 //! Client connections: the operations that all client transports share.
 //!
 //! A connection ends when its `ClientSession` is dropped: see `queue.rs`, then
-//! `ClientQueueState::disconnect`.
+//! `ClientQueueState::disconnect` in `queue/state.rs`, which decides about its work.
 
 use std::collections::BTreeMap;
 

@@ -2,7 +2,8 @@
 //!
 //! A rule has conditions and a verdict. A list that is absent matches everything; every list that
 //! is present must match. Deny takes precedence over ask, ask over allow. The registry compiles the
-//! rules of a project into an index and evaluates them (`registry/rules`).
+//! rules of a project into an index and evaluates them (`registry/catalog/rule_index`);
+//! `registry/rules` administers them.
 
 use serde::{Deserialize, Serialize};
 

@@ -43,8 +43,8 @@ impl Executor {
     /// The agent loop that made the call: it hands its run off to another agent.
     pub const HANDOFF: Self = Self("handoff");
 
-    /// The executors that Toolcrib itself uses. The position of each is part of the versions of its
-    /// tools, so the order never changes.
+    /// The executors whose position is part of the versions of their tools, so the order never
+    /// changes. Any other executor is part of the versions by its name.
     pub const STANDARD: [Self; 8] = [
         Self::BUILTIN,
         Self::CLIENT,

@@ -2,7 +2,7 @@
 //! that caused it and is written to the audit log.
 //!
 //! The roles and the companion rule of `result.read` are decided here; the rules themselves are
-//! evaluated by the pure functions of [`crate::domain::access_rules`].
+//! evaluated in `catalog/rule_index.rs`. `call_access.rs` decides who may read or cancel a call.
 
 use std::sync::Arc;
 

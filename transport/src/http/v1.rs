@@ -1,10 +1,10 @@
 //! HTTP v1: the API for agents and for operators.
 //!
-//! Every route under `/v1` is listed in `routes`, or in `limit_routes`, `run_routes` and
-//! `utp_routes`, which it merges. One file per resource holds its handlers and bodies. To add a
-//! route, write the handler in the file of its resource and add it to the list; the header of
-//! `http.rs` has the remaining steps. Handlers of one path with different methods share one
-//! `routes!`.
+//! Every route under `/v1` is listed in `routes`, or in `approval_routes`, `limit_routes`,
+//! `rule_routes`, `run_routes` and `utp_routes`, which it merges. One file per
+//! resource holds its handlers and bodies. To add a route, write the handler in the file of its
+//! resource and add it to the list; the header of `http.rs` has the remaining steps. Handlers of
+//! one path with different methods share one `routes!`.
 
 mod admin;
 mod agents;

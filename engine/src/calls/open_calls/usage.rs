@@ -24,7 +24,7 @@ const OPEN_RETRY_MS: u64 = 1_000;
 
 type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
-/// The values of a limit that refuse calls.
+/// A value of a limit that refuses calls. (`max_parallel` is none: it queues them.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LimitQuota {
     PerMinute(u32),
@@ -71,7 +71,7 @@ pub struct LimitStatus {
     pub reset_s: Option<u64>,
 }
 
-/// The usage that a call was counted with when it was accepted.
+/// The members and limits that a new call was counted under, so that the count can be undone.
 pub(super) struct CountedUsage {
     project: String,
     agent: String,
@@ -80,7 +80,7 @@ pub(super) struct CountedUsage {
     limits: LimitsByKind,
     at_ms: u64,
     generation: u64,
-    /// False once the call is stored: it counts against rates from then on.
+    /// True until the call is stored. A call that is not stored does not count against rates.
     returns_rate: bool,
 }
 
@@ -199,7 +199,7 @@ impl UsageCounts {
         self.prune_at = self.member_count * 2;
     }
 
-    /// Takes back the usage of a call that ended or failed before it was among the open calls.
+    /// Takes back the usage of a call that never became an open call.
     pub(super) fn return_usage(&mut self, counted: &CountedUsage) {
         let members = counted.members();
         let counts_open = counted.generation == self.generation;
@@ -228,13 +228,13 @@ impl UsageCounts {
         let limits = self.limits.of_members(&members);
         for (kind, name, values) in limited(&members, &limits) {
             if values.max_open.is_some() {
-                // The time matters to idle members only, and this one is not.
+                // The time is used only to prune; at 0, members with a count in their window stay.
                 self.update((kind, members.project, name), 0, |usage| usage.open += 1);
             }
         }
     }
 
-    /// Discounts a call that was open and has ended.
+    /// Subtracts an open call that has ended.
     pub(super) fn remove_open_call(&mut self, call: &Call) {
         if self.limits.is_empty() || !counts(call) {
             return;
@@ -264,7 +264,7 @@ impl UsageCounts {
         open_calls.for_each(|call| self.add_open_call(&call, None));
     }
 
-    /// Adds a call that was accepted before the start.
+    /// Adds a call that was accepted before the engine started to the rate windows.
     pub(super) fn restore_rate(&mut self, members: &CallMembers<'_>, at_ms: u64, now_ms: u64) {
         let limits = self.limits.of_members(members);
         for (kind, name, values) in limited(members, &limits) {

@@ -38,8 +38,8 @@ pub struct RunFilter {
 /// Stores runs.
 #[async_trait]
 pub trait RunStore: Send + Sync {
-    /// Stores a new run with the start of its journal, unless its idempotency key was used before,
-    /// together with its undelivered request.
+    /// Stores a new run with the start of its journal and its undelivered request. Stores nothing
+    /// if the idempotency key was used before.
     async fn create_run(
         &self,
         run: Run,

@@ -68,7 +68,7 @@ impl AuthorizedClient {
         }
     }
 
-    /// Sends a request of `rmcp`'s.
+    /// Sends a request that `rmcp` makes, and repeats it with another token while it is refused.
     async fn retry_with_token<T, F>(
         &self,
         first_token: Option<String>,
@@ -242,8 +242,8 @@ mod tests {
 
     use super::*;
 
-    /// Starts a server that opens its stream on a signal, and records whether a request came
-    /// before.
+    /// Starts a server that answers the request for its stream (with 405) only after a signal, and
+    /// records whether it has received a POST.
     async fn server() -> (Arc<str>, Arc<Notify>, Arc<AtomicBool>) {
         let (open, requested) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
         let (opens, notes) = (open.clone(), requested.clone());

@@ -31,7 +31,7 @@ pub(super) fn read_agent_entry(row: &tokio_postgres::Row) -> Result<AgentEntry, 
     })
 }
 
-/// Replaces an agent's entry, and stores its version.
+/// Replaces an agent's entry, and stores the version of its definition, if it has one.
 pub(super) async fn put_agent_entry(
     session: &Session,
     entry: &AgentEntry,

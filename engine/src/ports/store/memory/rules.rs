@@ -7,7 +7,7 @@ use crate::domain::access_rules::{AccessRule, RULE_VERSIONS_KEPT, RuleSetChange,
 use crate::ports::store::StoreError;
 use crate::ports::store::rule_history::RuleHistoryStore;
 
-/// A rule with its first version, and the version in which it was gone.
+/// A rule with the version that added it, and the version that removed or replaced it.
 struct RuleRow {
     rule: AccessRule,
     since: u64,
