@@ -168,9 +168,7 @@ async fn list(context: &CommandContext, filters: CallFilters) -> Result<(), Comm
     ];
     let rows = calls.iter().map(|call| row(call, now)).collect();
     output.print_table(&columns, rows, "no calls")?;
-    if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
-    }
+    output.print_next_page(&answer);
     Ok(())
 }
 

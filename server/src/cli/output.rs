@@ -86,6 +86,13 @@ impl Output {
         }
     }
 
+    /// Prints how to continue a list, if its answer has another page.
+    pub fn print_next_page(self, answer: &Value) {
+        if let Some(cursor) = answer["next_cursor"].as_str() {
+            self.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
+        }
+    }
+
     /// Prints the failure of a command.
     pub fn print_failure(self, failure: &CommandFailure) {
         if failure.is_reported {

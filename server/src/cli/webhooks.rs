@@ -99,9 +99,7 @@ async fn list(context: &CommandContext, request: ApiRequest<'_>) -> Result<(), C
         array_member(&answer, "deliveries").iter().map(row).collect(),
         "none",
     )?;
-    if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
-    }
+    output.print_next_page(&answer);
     Ok(())
 }
 

@@ -194,9 +194,7 @@ async fn list(context: &CommandContext, filters: ApprovalFilters) -> Result<(), 
     ];
     let rows = members(&answer, "approvals").iter().map(row).collect();
     output.print_table(&columns, rows, "no call waits for an approval")?;
-    if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
-    }
+    output.print_next_page(&answer);
     Ok(())
 }
 

@@ -128,9 +128,7 @@ async fn list(context: &CommandContext, filters: RunFilters) -> Result<(), Comma
         Column::id("ID"),
     ];
     output.print_table(&columns, runs.iter().map(|run| row(run, now)).collect(), "no runs")?;
-    if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.print_note(&format!("there are more: --cursor {}", sanitize_line(cursor)));
-    }
+    output.print_next_page(&answer);
     Ok(())
 }
 

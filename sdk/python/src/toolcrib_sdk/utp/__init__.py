@@ -1,7 +1,7 @@
 """UTP, the protocol between Toolcrib and programs on NATS.
 
-`Service` is a whole tool service, `Worker` a whole worker of agents. The other names are its parts, for services that receive their
-commands themselves.
+`Service` is a whole tool service, and `Worker` a whole worker of agents. The other names are parts of
+a service, for programs that receive their commands themselves.
 """
 
 from .cards import Card, CardBox, ToolCallContent, ToolResultContent

@@ -9,8 +9,6 @@ import inspect
 import json
 import logging
 import re
-import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, Mapping, Optional, Set, Tuple, Union
@@ -24,6 +22,7 @@ from nats.js.errors import NotFoundError
 from . import rpc
 from .cards import Card, CardBox, ToolCallContent
 from .errors import BadRequest, CGError, NotFound, OutcomeUnknown, build_error_result_from_exception
+from .process import run_until_signal
 from .reports import ReportRefused, publish_tool_result_report
 from .results import ToolResultBuilder, ToolResultContext
 from .subjects import DEFAULT_VERSION, Subject, child_traceparent, parse_subject, safe_str
@@ -234,17 +233,7 @@ class Service:
 
     def run(self) -> None:
         """Serves until the process is interrupted or terminated, then finishes running calls."""
-        if not logging.getLogger().handlers:
-            logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-        asyncio.run(self._run_until_signal())
-
-    async def _run_until_signal(self) -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError):
-                loop.add_signal_handler(number, stop.set)
-        await self.serve(stop)
+        run_until_signal(self.serve)
 
     async def serve(self, stop: Optional[asyncio.Event] = None) -> None:
         """Serves until `stop` is set, then finishes running calls."""

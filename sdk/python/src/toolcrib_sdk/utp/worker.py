@@ -8,8 +8,6 @@ import inspect
 import json
 import logging
 import re
-import signal
-import sys
 import time
 from typing import Any, Awaitable, Callable, Dict, Mapping, Optional, Tuple, Union
 
@@ -21,6 +19,7 @@ from nats.js.errors import NotFoundError
 
 from . import rpc
 from .errors import CGError
+from .process import run_until_signal
 from .subjects import DEFAULT_VERSION, parse_subject
 
 log = logging.getLogger("toolcrib_sdk.utp")
@@ -177,17 +176,7 @@ class Worker:
 
     def run(self) -> None:
         """Serves until the process is interrupted or terminated, then finishes running turns."""
-        if not logging.getLogger().handlers:
-            logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-        asyncio.run(self._run_until_signal())
-
-    async def _run_until_signal(self) -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError):
-                loop.add_signal_handler(number, stop.set)
-        await self.serve(stop)
+        run_until_signal(self.serve)
 
     async def serve(self, stop: Optional[asyncio.Event] = None) -> None:
         """Serves until `stop` is set, then finishes running turns."""
