@@ -2,9 +2,10 @@
 //! is visible to callers before the commit, so a crash can never take back a ticket.
 //!
 //! A call that must wait is stored with a [`Hold`]; `queue_or_hold` in `dependents.rs` keeps it out
-//! of the queue until an event releases it.
+//! of the queue until an event releases it. `access_recheck.rs` checks the rules again for calls
+//! that were accepted before.
 
-mod access_check;
+mod access_recheck;
 pub(crate) mod approval_request;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

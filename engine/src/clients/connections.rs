@@ -1,7 +1,8 @@
 //! Client connections: the operations that all client transports share.
 //!
-//! A connection ends when its `ClientSession` is dropped: see `queue.rs`, then
-//! `ClientQueueState::disconnect` in `queue/state.rs`, which decides about its work.
+//! A connection ends when its `ClientSession` (`queue.rs`) is dropped. `disconnect` in
+//! `queue/state.rs` then decides about its work; `docs/ARCHITECTURE.md` has the rules under "When a
+//! tool client disconnects".
 
 use std::collections::BTreeMap;
 

@@ -8,9 +8,10 @@
 //!
 //! Each client has a window, the maximum number of items it holds at once, so a slow client neither
 //! fills memory nor withholds work from the others. An item that was sent and not acknowledged
-//! returns to the queue when its connection ends. An acknowledged item stays with its client; when
-//! that client reconnects, it receives the item again (marked as redelivered) if the tool is safe
-//! to repeat or the client declared that it keeps a record and can answer from it.
+//! returns to the queue when its connection ends. An acknowledged item stays with its client for a
+//! grace period; if it is pinned to the client, or the tool is irreversible, until the deadline.
+//! When that client reconnects, it receives the item again (marked as redelivered) if the tool is
+//! safe to repeat or the client declared that it keeps a record and can answer from it.
 
 mod client;
 mod state;

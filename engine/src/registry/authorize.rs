@@ -2,7 +2,9 @@
 //! that caused it and is written to the audit log.
 //!
 //! The roles and the companion rule of `result.read` are decided here; the rules themselves are
-//! evaluated in `catalog/rule_index.rs`. `call_access.rs` decides who may read or cancel a call.
+//! evaluated in `catalog/rule_index.rs`. `calls/accept.rs` asks when a call arrives, and
+//! `calls/accept/access_recheck.rs` asks again before it starts. `call_access.rs` decides who may
+//! read or cancel a call.
 
 use std::sync::Arc;
 

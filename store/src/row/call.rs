@@ -1,5 +1,9 @@
 //! Calls as rows. A call is stored in three parts: columns that queries filter by, an envelope that
 //! never changes, and a state that each commit replaces; the last two are JSON.
+//!
+//! A field that no query filters by goes into the envelope or the state, with `serde(default)` and
+//! without a migration. A column also needs a migration and the SQL of both databases:
+//! `docs/ARCHITECTURE.md` has the steps under "Add a column to calls".
 
 use std::borrow::Cow;
 use std::sync::Arc;

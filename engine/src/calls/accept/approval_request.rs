@@ -1,5 +1,9 @@
-//! Requests an approval for a new call whose rules ask for one, or joins the call to its equal that
-//! waits already.
+//! Requests an approval for a new call whose rules ask for one, or joins the request to an equal
+//! call that already waits.
+//!
+//! `Call::approval` has the state of the approval, and the hold `approval` keeps the call from
+//! starting; both are committed with the call. `access_recheck.rs` requests approvals later in the
+//! life of a call.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -84,9 +88,9 @@ pub(crate) async fn request_approval(
 }
 
 impl Calls {
-    /// Returns the ticket of an equal call of the same caller that waits for its approval. From
-    /// then on an idempotency key of the request leads to that call; one that was used before leads
-    /// to its own.
+    /// Returns the ticket of an equal call of the same caller that waits for its approval. The
+    /// idempotency key of the request leads to that call from then on. If the key was used before,
+    /// returns `None`: it leads to the call of its first request.
     pub(crate) async fn join_waiting_call(
         &self,
         call: &Call,
@@ -110,8 +114,8 @@ impl Calls {
         Ok(Some(ticket))
     }
 
-    /// Waits until this process knows the calls that the previous one left. An agent repeats its
-    /// calls as soon as the server is back.
+    /// Waits until this process has loaded the calls that the previous one left open. An agent
+    /// repeats its calls as soon as the server is back, so the equal call may be one of them.
     async fn wait_for_adopted_calls(&self) {
         while self.dispatcher.is_recovering.load(Ordering::Acquire) {
             tokio::select! {

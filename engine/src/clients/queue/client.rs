@@ -26,8 +26,8 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    /// Sets the lease of an acknowledged item. A client whose disconnect cannot be detected keeps
-    /// an item that is safe to repeat for half of the call's remaining time.
+    /// Sets the lease of an acknowledged item. A client that keeps polling has an item that is safe
+    /// to repeat for half of the call's remaining time.
     pub(super) fn extend(&mut self, request: &WorkItem, now_ms: u64) {
         let rest_ms = request.lease_deadline_ms.saturating_sub(now_ms);
         let until_ms = now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2));

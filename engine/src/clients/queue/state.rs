@@ -124,9 +124,10 @@ impl ClientQueueState {
         self.clients.values_mut().for_each(|client| client.sessions.clear());
     }
 
-    /// Ends a connection. Items that were sent and not acknowledged return to the queue at once. An
-    /// acknowledged item stays with the client for the grace period, and a polled one until its
-    /// lease ends; then `requeue_expired` takes it back.
+    /// Ends a connection. Items that were sent and not acknowledged return to the queue at once.
+    /// `requeue_expired` takes back the others: an acknowledged item that is safe to repeat after
+    /// the grace period, a polled one when its lease ends. An acknowledged item that is
+    /// irreversible or pinned stays with the client.
     pub(super) fn disconnect(
         &mut self,
         key: &ClientKey,

@@ -1,6 +1,7 @@
 //! Checks the access rules again before an attempt starts, when a client acknowledges an attempt,
 //! after a restart, and when the rules change: a call that has become forbidden ends, one that
-//! needs an approval waits for it, and a call that no longer needs one is queued.
+//! needs an approval waits for it, and a call that no longer needs one is queued. `accept.rs` has
+//! the first check.
 
 use std::borrow::Cow;
 use std::sync::Arc;
