@@ -1,5 +1,5 @@
-//! Metrics that `/metrics` exposes: every name with its description. Counters exist from startup,
-//! so that a rate does not miss the first event.
+//! Metrics that `/metrics` exposes, with their descriptions. Most counters exist from startup, so
+//! that a rate does not miss the first event; `docs/telemetry.md` lists the others.
 
 use std::sync::OnceLock;
 use std::time::Duration;

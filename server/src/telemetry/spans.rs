@@ -93,7 +93,7 @@ pub(super) fn record_with_attributes(
 }
 
 /// Returns the tool type of the conventions: `function` for tools executed by a client, `extension`
-/// for tools executed by the server.
+/// for those of every other executor.
 fn tool_type(executor: Executor) -> &'static str {
     match executor {
         Executor::CLIENT => "function",

@@ -29,7 +29,7 @@ pub struct RequestOrigin {
     /// Id of the request, or of the run that made it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// The transport: `http`, `websocket`, `mcp`, `nats`, `run` or `command`.
+    /// The transport: `http`, `websocket`, `mcp`, `stdio`, `nats`, `run` or `command`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub transport: Option<String>,
 }
@@ -50,11 +50,8 @@ pub struct AuditEntry {
     pub project: String,
     /// Agent name of the caller, or the name of the upstream that changed its tools.
     pub agent: String,
-    /// The kind of change or decision: `call.denied`, `key.created`, `key.rotated`, `key.revoked`,
-    /// `key.expired`, `session_token.created`, `session_token.revoked`, `sign_in`,
-    /// `sign_in.failed`, `rule.set`,
-    /// `rule.removed`, `client.adopted`, `tool.set`, `tool.removed`, `upstream.set`,
-    /// `upstream.removed`, `upstream.tools`.
+    /// The kind of change or decision, such as `call.denied` or `key.created`. `docs/audit.md` has
+    /// all of them.
     pub action: String,
     /// The subject of the action: a tool, a key's id, a pattern.
     pub subject: String,

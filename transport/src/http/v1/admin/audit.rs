@@ -50,7 +50,7 @@ pub struct AuditOriginBody {
     /// The id of the request: the header `X-Request-Id` of its response.
     #[serde(skip_serializing_if = "Option::is_none")]
     request_id: Option<String>,
-    /// `http`, `websocket`, `mcp`, `nats`, `run` or `command`.
+    /// `http`, `websocket`, `mcp`, `stdio`, `nats`, `run` or `command`.
     #[serde(skip_serializing_if = "Option::is_none")]
     transport: Option<String>,
 }
