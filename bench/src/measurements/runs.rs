@@ -1,4 +1,5 @@
-//! Measures the cost of the agent loop without its model and tools, with a scripted model.
+//! Measures the agent loop with a scripted model: the time that a step takes beyond the time of the
+//! model, many runs at once, and the delay of streamed text.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,11 @@ use crate::model::{RecordedRequest, ScriptedAnswer, ScriptedBehavior, ScriptedMo
 use crate::processes::TOOL;
 use crate::report::{Limit, Measurement};
 
-/// Steps of a run whose overhead is measured, each with one call.
+/// Number of steps, each with one call, of the run whose overhead is measured.
 const STEPS: usize = 20;
-/// Number of concurrent runs, and the response delay of their model.
+/// Number of concurrent runs.
 const CONCURRENT_RUNS: usize = 200;
+/// Response delay of the model of the concurrent runs.
 const MODEL_DELAY: Duration = Duration::from_millis(200);
 /// Number of runs in the measurement of the first word.
 const FIRST_WORD_RUNS: usize = 40;
@@ -37,13 +39,14 @@ impl Bench<'_> {
         self.measure_first_word(&client, &model).await
     }
 
-    /// Measures a run of many steps against the same requests made directly to the model.
+    /// Measures a run of many steps against the same requests made directly to the model. The
+    /// difference includes the calls of the steps.
     async fn measure_overhead(
         &mut self,
         client: &BenchRunClient,
         model: &ScriptedModel,
     ) -> anyhow::Result<()> {
-        let mut each = Vec::new();
+        let mut overheads_ms = Vec::new();
         for _ in 0..self.plan.rounds * 3 {
             self.advance_progress("runs: overhead of a step");
             let before = model.requests().len();
@@ -57,10 +60,15 @@ impl Bench<'_> {
             }
             let alone = began.elapsed();
             let overhead_ms = whole.saturating_sub(alone).as_secs_f64() * 1e3;
-            each.push(overhead_ms / requests.len() as f64);
+            overheads_ms.push(overhead_ms / requests.len() as f64);
         }
         let name = "run: overhead per step, p50";
-        self.push_measurement(Measurement::absolute(name, "ms", median(each), Limit::AtMost(5.0)));
+        self.push_measurement(Measurement::absolute(
+            name,
+            "ms",
+            median(overheads_ms),
+            Limit::AtMost(5.0),
+        ));
         Ok(())
     }
 
@@ -94,16 +102,21 @@ impl Bench<'_> {
         model: &ScriptedModel,
     ) -> anyhow::Result<()> {
         self.advance_progress("runs: first words");
-        let mut ways = Vec::new();
+        let mut delays_ms = Vec::new();
         for _ in 0..FIRST_WORD_RUNS {
             let first_word_at = client.first_word_at().await?;
             let requests = model.requests();
             let sent_at = requests.last().and_then(RecordedRequest::first_event_time);
             let sent_at = sent_at.context("the model sent no text")?;
-            ways.push(first_word_at.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
+            delays_ms.push(first_word_at.saturating_duration_since(sent_at).as_secs_f64() * 1e3);
         }
         let name = "run: first word from the model to the client, p50";
-        self.push_measurement(Measurement::absolute(name, "ms", median(ways), Limit::AtMost(5.0)));
+        self.push_measurement(Measurement::absolute(
+            name,
+            "ms",
+            median(delays_ms),
+            Limit::AtMost(5.0),
+        ));
         Ok(())
     }
 }

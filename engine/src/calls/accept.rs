@@ -44,7 +44,7 @@ use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 use crate::ports::store::{CreateCallResult, GroupMember, IdempotencyKey, NewCall};
 use crate::registry::AccessRequest;
 use crate::registry::authorize::enforce_decision;
-use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
+use crate::registry::catalog::{Catalog, CatalogEntry};
 
 /// Callback that receives a call which finished before its commit.
 pub(crate) type OnFinished = Box<dyn FnOnce(&Arc<Call>) + Send>;
@@ -52,7 +52,8 @@ pub(crate) type OnFinished = Box<dyn FnOnce(&Arc<Call>) + Send>;
 /// Context of a call that is one entry of a batch.
 #[derive(Default)]
 pub(crate) struct BatchMembership {
-    /// Announces the other entries to the store, for a group commit.
+    /// Counts this call as pending, so that the store waits for it and commits the first calls of
+    /// the batch together.
     pub(crate) group_member: Option<GroupMember>,
     /// Receives the call if it finishes before its commit, while that commit is in flight. The
     /// result must not be published yet: the commit may still fail.
@@ -70,7 +71,8 @@ pub struct Ticket {
     pub call: Arc<Call>,
     /// True if the idempotency key was used before. `call` is the call it created then.
     pub replayed: bool,
-    /// True if the request joined an earlier call whose answer was not delivered.
+    /// True if the request joined an earlier call: one whose answer was not delivered, or an equal
+    /// one that waits for an approval.
     pub joined: bool,
     /// The open call, so that waiting on this ticket needs no lookup.
     pub(crate) open_call: Option<Arc<OpenCall>>,
@@ -131,11 +133,11 @@ impl Calls {
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;
         }
-        let fitting = validate_request(&self.dispatcher, &catalog, caller, found, &mut request);
-        let fitting = fitting.and_then(|tool| check_is_on(&catalog, caller, tool));
+        let validated = validate_request(&self.dispatcher, &catalog, caller, found, &mut request);
+        let validated = validated.and_then(|tool| check_is_on(&catalog, caller, tool));
         let key = build_idempotency_key(caller, &request);
         let may_rejoin = request.rejoin && key.is_none();
-        let drafted = fitting.and_then(|tool| {
+        let drafted = validated.and_then(|tool| {
             let call = self.build_call(&catalog, caller, &tool, request)?;
             let is_candidate = may_rejoin && tool.definition.effect != Effect::Read;
             let undelivered = is_candidate
@@ -180,8 +182,8 @@ impl Calls {
 fn check_is_on(
     catalog: &Catalog,
     caller: &Caller,
-    tool: Arc<Compiled>,
-) -> Result<Arc<Compiled>, Error> {
+    tool: Arc<CatalogEntry>,
+) -> Result<Arc<CatalogEntry>, Error> {
     if catalog.switches().is_empty() {
         return Ok(tool);
     }
@@ -228,13 +230,13 @@ impl Calls {
         &self,
         catalog: &Catalog,
         caller: &Caller,
-        tool: &Arc<Compiled>,
+        tool: &Arc<CatalogEntry>,
     ) {
         let names =
             self.dispatcher.targets.fallbacks_of(tool).iter().map(|fallback| &fallback.tool);
         let fallbacks = names.filter_map(|name| catalog.find(&caller.project, name));
         for entry in std::iter::once(tool.clone()).chain(fallbacks) {
-            // The usual case takes no time and no memory.
+            // Usually the schema is compiled; then nothing is boxed.
             if !entry.input_schema.is_ready() {
                 Box::pin(entry.prepare_input()).await;
             }
@@ -246,7 +248,7 @@ impl Calls {
         &self,
         catalog: &Catalog,
         caller: &Caller,
-        tool: &Arc<Compiled>,
+        tool: &Arc<CatalogEntry>,
         request: CallRequest,
     ) -> Result<Call, Error> {
         let args = parse_unique_args(&request.tool, &request.args)?;
@@ -352,16 +354,16 @@ impl Calls {
             Some(Action::Start) if key.is_none() => self.dispatcher.start_speculation(&call),
             _ => Speculation::NotUsed,
         };
-        let follows = match speculation {
+        let post_commit = match speculation {
             Speculation::Finished(done) => {
-                let (ended, follows) =
+                let (ended, post_commit) =
                     self.apply_finished_speculation(call, done, action, &mut records);
                 call = ended;
-                if let PostCommit::ApplyFinished { .. } = follows {
+                if let PostCommit::ApplyFinished { .. } = post_commit {
                     // The attempt has finished, so its slot is free while the commit is in flight.
                     slot = None;
                 }
-                follows
+                post_commit
             }
             Speculation::Running(read) => PostCommit::ContinueSpeculation(read),
             Speculation::NotUsed => PostCommit::Start(action),
@@ -378,13 +380,13 @@ impl Calls {
         // The first poll hands the call to the store.
         let created = match (poll!(&mut creating), membership.on_finished) {
             (Poll::Ready(created), _) => created,
-            (Poll::Pending, Some(ahead)) if call.status.is_terminal() => {
-                ahead(&call);
+            (Poll::Pending, Some(on_finished)) if call.status.is_terminal() => {
+                on_finished(&call);
                 creating.await
             }
             (Poll::Pending, _) => creating.await,
         };
-        if let (Err(_), PostCommit::ContinueSpeculation(_)) = (&created, &follows) {
+        if let (Err(_), PostCommit::ContinueSpeculation(_)) = (&created, &post_commit) {
             self.cancel_speculation(&call);
         }
         if let Some(answer) = self.replayed_ticket(created.map_err(from_store_error)?) {
@@ -393,7 +395,7 @@ impl Calls {
         reservation.keep_rate();
         let admission = Admission { reservation, slot, scope, caps, wall_offset_ms };
         let delivery = undelivered.map(|request| self.rejoin.add_waiting(request));
-        let ticket = self.start_committed(call, follows, admission).await;
+        let ticket = self.start_committed(call, post_commit, admission).await;
         Ok(Ticket { delivery, ..ticket })
     }
 
@@ -402,7 +404,7 @@ impl Calls {
         &self,
         catalog: &Catalog,
         caller: &Caller,
-        tool: &Compiled,
+        tool: &CatalogEntry,
         call: &Call,
     ) -> Option<UndeliveredRequest> {
         let policy = self.core.policies.resolve(&caller.project, &tool.definition);
@@ -464,10 +466,10 @@ impl Calls {
     async fn start_committed(
         &self,
         call: Arc<Call>,
-        mut follows: PostCommit,
+        mut post_commit: PostCommit,
         admission: Admission<'_>,
     ) -> Ticket {
-        let (before, attempt_end) = match &mut follows {
+        let (before, attempt_end) = match &mut post_commit {
             PostCommit::ApplyFinished { before, attempt_end, .. } => {
                 (before.take(), attempt_end.take())
             }
@@ -490,21 +492,22 @@ impl Calls {
         let Admission { reservation, slot, scope, caps, wall_offset_ms } = admission;
         let entry = OpenCall::new(call.clone(), slot, wall_offset_ms);
         reservation.commit(entry.clone());
-        let actions = match &mut follows {
+        let actions = match &mut post_commit {
             PostCommit::Start(action) => action.take().into_iter().collect(),
             PostCommit::ApplyFinished { actions, .. } => std::mem::take(actions),
             PostCommit::ContinueSpeculation(_) => Vec::new(),
         };
         let started = !actions.is_empty();
         self.dispatcher.after_commit(accepted, Some((&entry, &actions))).await;
-        match follows {
+        match post_commit {
             PostCommit::Start(_) if !started => self.dispatcher.queue_or_hold(&call, scope, caps),
             PostCommit::ContinueSpeculation(read) => {
                 self.dispatcher.continue_speculation(&call, read);
             }
             _ => {}
         }
-        // A switch that was set since the check missed this call, unless it is ended here.
+        // A kill switch that was set after `check_is_on` ended the open calls before this one was
+        // among them.
         self.dispatcher.end_if_switched_off(&entry).await;
         Ticket { call, replayed: false, joined: false, open_call: Some(entry), delivery: None }
     }

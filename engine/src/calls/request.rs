@@ -19,7 +19,7 @@ use crate::domain::tool::args::{AppliedArguments, TemplateVars};
 use crate::domain::utp::Route;
 use crate::ports::core::Core;
 use crate::ports::store::IdempotencyKey;
-use crate::registry::catalog::{Catalog, CatalogEntry as Compiled, tool_not_found};
+use crate::registry::catalog::{Catalog, CatalogEntry, tool_not_found};
 use crate::schema::SchemaProblem;
 
 /// Maximum length of a callback URL.
@@ -109,7 +109,7 @@ impl CallRequest {
 ///
 /// The arguments to execute do not match the schema, or are too large.
 pub(crate) fn prepare_arguments(
-    tool: &Compiled,
+    tool: &CatalogEntry,
     input: &Value,
     call: &mut Call,
     max_args_bytes: usize,
@@ -135,7 +135,7 @@ pub(crate) fn prepare_arguments(
 
 /// Returns the arguments to execute from those to which a definition's rules were applied.
 pub(crate) fn fit_applied_arguments(
-    tool: &Compiled,
+    tool: &CatalogEntry,
     applied: &AppliedArguments,
     max_args_bytes: usize,
 ) -> Result<Json, Error> {
@@ -155,7 +155,7 @@ pub(crate) struct ExecutedArguments<'a> {
 /// definition supplied those named in `from_rules`. The schema may close the object to all that a
 /// caller could add, but not to what the definition itself adds.
 pub(crate) fn fit_to_schema(
-    tool: &Compiled,
+    tool: &CatalogEntry,
     given: ExecutedArguments<'_>,
     from_rules: &[&str],
     max_args_bytes: usize,
@@ -185,7 +185,7 @@ pub(crate) fn fit_to_schema(
 
 /// Returns the problems that the caller's arguments have. An argument from the definition's rules
 /// that the schema does not list counts only if the schema needs it.
-fn find_problems(tool: &Compiled, args: &Value, from_rules: &[&str]) -> Vec<SchemaProblem> {
+fn find_problems(tool: &CatalogEntry, args: &Value, from_rules: &[&str]) -> Vec<SchemaProblem> {
     let problems = tool.input_schema.problems(args);
     let is_extra =
         |name: &str| from_rules.contains(&name) && !tool.input_schema.lists_property(name);
@@ -220,7 +220,11 @@ pub fn duplicate_key_error(tool: &str, duplicate: DuplicateKey) -> Error {
 
 /// Rejects numbers that lose precision. HTTP requests and UTP cards are written from parsed JSON,
 /// so a number of more than 64 bits would arrive as a different one.
-fn check_number_precision(tool: &Compiled, traits: SourceTraits, args: &Json) -> Result<(), Error> {
+fn check_number_precision(
+    tool: &CatalogEntry,
+    traits: SourceTraits,
+    args: &Json,
+) -> Result<(), Error> {
     if traits.exact_numbers {
         return Ok(());
     }
@@ -234,7 +238,7 @@ fn check_number_precision(tool: &Compiled, traits: SourceTraits, args: &Json) ->
 }
 
 /// Refuses retries of a tool whose executor answers a repeated request with its first result.
-fn check_retry(tool: &Compiled, traits: SourceTraits, retry: Option<u32>) -> Result<(), Error> {
+fn check_retry(tool: &CatalogEntry, traits: SourceTraits, retry: Option<u32>) -> Result<(), Error> {
     if traits.retries || retry.is_none_or(|retry| retry == 0) {
         return Ok(());
     }
@@ -251,7 +255,7 @@ fn check_retry(tool: &Compiled, traits: SourceTraits, retry: Option<u32>) -> Res
 fn check_pinned_client(
     catalog: &Catalog,
     caller: &Caller,
-    tool: &Compiled,
+    tool: &CatalogEntry,
     client_id: Option<&str>,
 ) -> Result<(), Error> {
     let Some(client_id) = client_id else { return Ok(()) };
@@ -267,7 +271,7 @@ fn check_pinned_client(
 pub(crate) fn can_execute(
     catalog: &Catalog,
     project: &str,
-    tool: &Compiled,
+    tool: &CatalogEntry,
     client_id: Option<&str>,
 ) -> bool {
     let offered_by = || catalog.offered_by(project, &tool.definition.name);
@@ -280,9 +284,9 @@ pub(crate) fn validate_request(
     dispatcher: &Dispatcher,
     catalog: &Catalog,
     caller: &Caller,
-    found: Option<Arc<Compiled>>,
+    found: Option<Arc<CatalogEntry>>,
     request: &mut CallRequest,
-) -> Result<Arc<Compiled>, Error> {
+) -> Result<Arc<CatalogEntry>, Error> {
     let tool = found.ok_or_else(|| tool_not_found(catalog, caller, &request.tool))?;
     check_request(request, dispatcher.core.limits.max_args_bytes)?;
     let traits = dispatcher.targets.source_traits(tool.definition.executor);

@@ -21,7 +21,7 @@ use crate::domain::tool::{Executor, Fallback, SourceTraits, args};
 use crate::lifecycle::Event;
 use crate::ports::core::Core;
 use crate::ports::source::Source;
-use crate::registry::catalog::{Catalog, CatalogEntry as Compiled};
+use crate::registry::catalog::{Catalog, CatalogEntry};
 use crate::registry::{AccessRequest, Registry};
 
 /// Builds the targets of calls: the tools that can execute them, with the traits of their sources.
@@ -43,7 +43,7 @@ impl TargetBuilder {
         &self,
         catalog: &Catalog,
         caller: &Caller,
-        tool: &Compiled,
+        tool: &CatalogEntry,
         args: &Value,
         call: &Call,
     ) -> Vec<Target> {
@@ -87,14 +87,14 @@ impl TargetBuilder {
     }
 
     /// Returns the fallback tools of a tool: those that the operator set, or its definition's.
-    pub(crate) fn fallbacks_of<'a>(&'a self, tool: &'a Compiled) -> &'a [Fallback] {
+    pub(crate) fn fallbacks_of<'a>(&'a self, tool: &'a CatalogEntry) -> &'a [Fallback] {
         let override_fallback =
             self.core.policies.tools.get(&tool.definition.name).map(|tool| &tool.fallback);
         override_fallback.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback)
     }
 
     /// Builds the target of a call to this tool.
-    pub(crate) fn build_target(&self, tool: &Compiled, args: Json) -> Target {
+    pub(crate) fn build_target(&self, tool: &CatalogEntry, args: Json) -> Target {
         Target {
             tool: tool.definition.name.clone(),
             version: tool.version.clone(),
@@ -242,7 +242,7 @@ impl DeliveryLimiter for ClientWorkLimiter {
     }
 }
 
-fn is_switched_off(catalog: &Catalog, project: &str, tool: &Compiled) -> bool {
+fn is_switched_off(catalog: &Catalog, project: &str, tool: &CatalogEntry) -> bool {
     let definition = &tool.definition;
     let switches = catalog.switches();
     switches.find_for_tool(project, &definition.name, definition.executor).is_some()

@@ -396,8 +396,8 @@ pub(crate) fn matches_tool(patterns: &[String], name: &str) -> bool {
 
 /// Adds calls in order of creation, and their results in order of completion.
 pub(crate) fn add_calls(context: &mut ToolCallContext, calls: &[Call]) {
-    for turn in group_concurrent_calls(calls) {
-        context.set_tool_calls(turn.iter().map(ToolCall::from));
+    for step in group_concurrent_calls(calls) {
+        context.set_tool_calls(step.iter().map(ToolCall::from));
     }
     let mut ended: Vec<&Call> = calls.iter().filter(|call| call.outcome.is_some()).collect();
     ended.sort_by_key(|call| (call.completed_ms, call.id.clone()));
@@ -414,18 +414,18 @@ fn group_concurrent_calls(calls: &[Call]) -> Vec<&[Call]> {
         true => call.created_ms,
         false => call.completed_ms.unwrap_or(u64::MAX),
     };
-    let (mut turns, mut begin, mut until_ms) = (Vec::new(), 0, u64::MAX);
+    let (mut steps, mut begin, mut until_ms) = (Vec::new(), 0, u64::MAX);
     for (n, call) in calls.iter().enumerate() {
         if call.created_ms > until_ms {
-            turns.push(&calls[begin..n]);
+            steps.push(&calls[begin..n]);
             (begin, until_ms) = (n, u64::MAX);
         }
         until_ms = until_ms.min(over_ms(call));
     }
     if begin < calls.len() {
-        turns.push(&calls[begin..]);
+        steps.push(&calls[begin..]);
     }
-    turns
+    steps
 }
 
 /// Adds the position in the request that a refusal is about.

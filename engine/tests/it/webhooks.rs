@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use toolcrib::calls::Until;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use tokio::sync::Notify;
-use toolcrib::calls::EventQuery;
+use toolcrib::calls::{EventQuery, Until};
 use toolcrib::domain::delivery::{
     Delivery, DeliveryAttempt, DeliveryResponse, DeliveryStatus, RetrySchedule,
 };
@@ -93,8 +92,7 @@ impl WebhookTest {
 
     async fn on(store: Arc<dyn Store>, clock: ManualClock, receiver: Arc<Receiver>) -> Self {
         let schedule = RetrySchedule { retry_ms: vec![5_000, 300_000], jitter: 0.0 };
-        let notifying =
-            DeliverySettings { schedule, max_parallel: 4, max_parallel_per_receiver: 2 };
+        let settings = DeliverySettings { schedule, max_parallel: 4, max_parallel_per_receiver: 2 };
         let engine = Engine::builder()
             .store(store)
             .clock(Arc::new(clock.clone()))
@@ -102,7 +100,7 @@ impl WebhookTest {
             .tool(FnTool::new("t.long", "Never ends", |_: Nothing| async {
                 std::future::pending::<Result<u32, Fault>>().await
             }))
-            .webhook_sender(receiver.clone(), notifying)
+            .webhook_sender(receiver.clone(), settings)
             .build_idle()
             .await
             .unwrap();
@@ -193,7 +191,7 @@ async fn after_410_pending_deliveries_to_the_same_url_are_given_up() {
     assert_eq!(test.run().await, 0);
     let (delivery, attempts) = test.delivery(&open).await;
     assert!(delivery.last_error.unwrap().contains("410") && attempts.is_empty());
-    // A redelivery request, or a new call with the URL, is attempted again.
+    // A redelivery and a new call with the URL are still sent.
     test.engine.webhooks().redeliver(&test.caller, &open).await.unwrap();
     let later = test.end_call(url).await;
     assert_eq!(test.run().await, 2);
@@ -389,7 +387,7 @@ async fn a_call_has_ended_when_its_webhook_is_sent() {
     let mut request = CallRequest::new("t.long", "{}").unwrap();
     request.callback_url = Some("https://a.example/x".to_owned());
     let id = test.engine.calls().invoke(&test.caller, request).await.unwrap().call.id.clone();
-    // The end is stored and not yet visible.
+    // While the gate is held, the store has committed the end and does not reply.
     let gate = store.reply_gate.write().await;
     let canceling = test.engine.calls().cancel(&test.caller, &id, None);
     let dispatched = async {

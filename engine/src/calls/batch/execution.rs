@@ -60,10 +60,13 @@ struct AnswerSlot {
 
 /// The effect of an entry on the later entries of its lane.
 enum LaneContinuation {
-    /// The call has ended, so time has passed.
+    /// The call has ended. If the batch's wait is over by then, the next entry counts as not
+    /// started.
     Ended,
     /// The call is still open; the next entry is stored behind it.
     Predecessor(Arc<Call>),
+    /// The entry was refused, or its call runs in the background or waits for an approval: the next
+    /// entry does not depend on it.
     Unaffected,
 }
 
@@ -80,7 +83,7 @@ pub type EntryRenderer = fn(&BatchEntryResult) -> String;
 
 /// A batch in execution.
 pub(super) struct BatchExecution {
-    engine: Arc<Calls>,
+    calls: Arc<Calls>,
     caller: Caller,
     batch: Batch,
     parsed: Vec<Result<ParsedToolCall, CallParseError>>,
@@ -92,16 +95,16 @@ pub(super) struct BatchExecution {
     limit_deadline_ms: u64,
     /// Number of lanes that have started.
     started_lanes: AtomicUsize,
-    /// The last calls of lanes that are still open after the wait. Each occupies a concurrency
+    /// The last call of each lane, if it is still open after the wait. Each occupies a concurrency
     /// slot; an entry without a slot is stored behind one of them.
     open_predecessors: Mutex<VecDeque<Arc<Call>>>,
     /// The calls of the entries so far.
-    calls: BatchCalls,
+    entry_calls: BatchCalls,
     /// The entries whose calls wait for an approval.
     waiting: Mutex<Vec<(usize, Ticket)>>,
     /// Total size of the results so far.
     result_bytes: AtomicUsize,
-    write: Option<EntryRenderer>,
+    renderer: Option<EntryRenderer>,
     answers: Vec<Mutex<AnswerSlot>>,
     /// The deliveries of the entries so far. Dropped with the batch, they mark its requester as
     /// gone.
@@ -110,20 +113,20 @@ pub(super) struct BatchExecution {
 
 impl BatchExecution {
     pub(super) fn new(
-        engine: &Arc<Calls>,
+        calls: &Arc<Calls>,
         caller: &Caller,
         batch: Batch,
         parsed: Vec<Result<ParsedToolCall, CallParseError>>,
-        write: Option<EntryRenderer>,
+        renderer: Option<EntryRenderer>,
     ) -> Self {
-        let (limits, catalog) = (&engine.core.limits, engine.registry.catalog());
+        let (limits, catalog) = (&calls.core.limits, calls.registry.catalog());
         let tool = |entry: &ParsedToolCall| catalog.resolve(caller, &entry.name);
         let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);
         Self {
             max_parallel: batch.max_parallel.unwrap_or(limits.max_batch_parallel),
-            wait_deadline_ms: engine.core.now_ms() + wait_ms,
-            limit_deadline_ms: limit_deadline_ms(engine, &batch),
-            engine: engine.clone(),
+            wait_deadline_ms: calls.core.now_ms() + wait_ms,
+            limit_deadline_ms: limit_deadline_ms(calls, &batch),
+            calls: calls.clone(),
             caller: caller.clone(),
             batch,
             tools: parsed.iter().map(|entry| entry.as_ref().ok().and_then(tool)).collect(),
@@ -131,10 +134,10 @@ impl BatchExecution {
             parsed,
             started_lanes: AtomicUsize::new(0),
             open_predecessors: Mutex::default(),
-            calls: BatchCalls::default(),
+            entry_calls: BatchCalls::default(),
             waiting: Mutex::default(),
             result_bytes: AtomicUsize::new(0),
-            write,
+            renderer,
             deliveries: Mutex::default(),
         }
     }
@@ -147,8 +150,8 @@ impl BatchExecution {
         let mut lanes: Vec<_> =
             self.plan_lanes().into_iter().enumerate().map(with_member).collect();
         let mut tasks = JoinSet::new();
-        // If every lane has a concurrency slot, the worker threads share them. If the caller
-        // disconnects, dropping the set aborts its tasks.
+        // If every lane has a concurrency slot, the worker threads divide the lanes among them. If
+        // the caller disconnects, dropping the set aborts its tasks.
         if lanes.len() <= self.max_parallel {
             let threads = tokio::runtime::Handle::current().metrics().num_workers();
             let task_count = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
@@ -178,9 +181,9 @@ impl BatchExecution {
     /// Builds the answer to an entry; a parse error becomes its answer, without a call.
     fn render_entry(&self, index: usize, resolution: Option<EntryResolution>) -> RenderedEntry {
         let entry = BatchEntryResult::new(index, &self.parsed[index], resolution);
-        let alone = self.batch.budget_tokens.is_none();
-        let message = alone.then(|| entry.message(&entry.content()));
-        let text = self.write.filter(|_| alone).map(|write| write(&entry));
+        let is_independent = self.batch.budget_tokens.is_none();
+        let message = is_independent.then(|| entry.message(&entry.content()));
+        let text = self.renderer.filter(|_| is_independent).map(|render| render(&entry));
         RenderedEntry { settled: entry, message, text }
     }
 
@@ -223,28 +226,28 @@ impl BatchExecution {
     async fn run_lane(self: Arc<Self>, (indexes, mut member): LaneStart) {
         // Lanes that get a slot at the beginning start even if the caller does not wait at all.
         let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
-        let in_time = || self.engine.core.now_ms() < self.wait_deadline_ms;
-        // After the wait, the previous holder of this slot may still be open. This lane then queues
-        // behind it.
-        let mut before = match at_once || in_time() {
+        let in_time = || self.calls.core.now_ms() < self.wait_deadline_ms;
+        // After the wait, the last call of the lane that had this slot may still be open. This lane
+        // then queues behind it.
+        let mut predecessor = match at_once || in_time() {
             true => None,
             false => self.open_predecessors.lock().pop_front(),
         };
         for index in indexes {
             let Ok(entry) = &self.parsed[index] else { continue };
-            let may_start_now = before.is_none() && (at_once || in_time());
+            let may_start_now = predecessor.is_none() && (at_once || in_time());
             if !may_start_now && !self.batch.defer_unstarted {
                 let refused = BatchEntryState::Refused(not_started_fault());
                 self.record_answer(index, refused.into(), false);
                 continue;
             }
-            match self.run_entry(index, entry, member.take(), before.clone()).await {
+            match self.run_entry(index, entry, member.take(), predecessor.clone()).await {
                 LaneContinuation::Ended => at_once = false,
-                LaneContinuation::Predecessor(call) => before = Some(call),
+                LaneContinuation::Predecessor(call) => predecessor = Some(call),
                 LaneContinuation::Unaffected => {}
             }
         }
-        self.open_predecessors.lock().extend(before);
+        self.open_predecessors.lock().extend(predecessor);
     }
 
     fn record_answer(&self, index: usize, resolution: EntryResolution, is_uncommitted: bool) {
@@ -263,9 +266,9 @@ impl BatchExecution {
         index: usize,
         entry: &ParsedToolCall,
         member: Option<GroupMember>,
-        after: Option<Arc<Call>>,
+        predecessor: Option<Arc<Call>>,
     ) -> LaneContinuation {
-        let ticket = match self.accept_entry(index, entry, member, after).await {
+        let ticket = match self.accept_entry(index, entry, member, predecessor).await {
             Ok(ticket) => ticket,
             Err(error) => {
                 let refused = BatchEntryState::Refused(fault_from_error(error));
@@ -289,10 +292,10 @@ impl BatchExecution {
     async fn wait_for_entry(&self, index: usize, ticket: Ticket) -> LaneContinuation {
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.origin.background {
-            let remaining_ms = self.wait_deadline_ms.saturating_sub(self.engine.core.now_ms());
+            let remaining_ms = self.wait_deadline_ms.saturating_sub(self.calls.core.now_ms());
             // If the store is unavailable, the ticket remains valid.
             call = self
-                .engine
+                .calls
                 .wait(&self.caller, &ticket, Until::EndedWithin(remaining_ms))
                 .await
                 .unwrap_or(call);
@@ -318,29 +321,29 @@ impl BatchExecution {
         self: &Arc<Self>,
         index: usize,
         entry: &ParsedToolCall,
-        mut coming: Option<GroupMember>,
-        after: Option<Arc<Call>>,
+        mut member: Option<GroupMember>,
+        predecessor: Option<Arc<Call>>,
     ) -> Result<Ticket, Error> {
         loop {
             let request = self.invocation(index, entry);
-            let run = self.clone();
-            let ahead = move |call: &Arc<Call>| {
-                run.record_answer(index, run.ended_state(call.clone()).into(), true)
+            let execution = self.clone();
+            let on_finished = move |call: &Arc<Call>| {
+                execution.record_answer(index, execution.ended_state(call.clone()).into(), true)
             };
             let membership = BatchMembership {
-                group_member: coming.take(),
-                on_finished: Some(Box::new(ahead)),
-                predecessor: after.clone(),
-                siblings: Some(self.calls.clone()),
+                group_member: member.take(),
+                on_finished: Some(Box::new(on_finished)),
+                predecessor: predecessor.clone(),
+                siblings: Some(self.entry_calls.clone()),
             };
-            let error = match self.engine.invoke_in_batch(&self.caller, request, membership).await {
+            let error = match self.calls.invoke_in_batch(&self.caller, request, membership).await {
                 Err(error) if error.code() == Code::RateLimited => error,
                 other => return other,
             };
             let Error::Refused { retry_after_ms: Some(wait_ms), .. } = error else {
                 return Err(error);
             };
-            let core = &self.engine.core;
+            let core = &self.calls.core;
             let retry_ms = core.now_ms().saturating_add(wait_ms);
             if retry_ms > self.limit_deadline_ms {
                 return Err(error);
@@ -357,7 +360,7 @@ impl BatchExecution {
         let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
         let executor = self.tools[index].as_ref().map(|tool| tool.definition.executor);
         let retries =
-            executor.is_none_or(|e| self.engine.dispatcher.targets.source_traits(e).retries);
+            executor.is_none_or(|e| self.calls.dispatcher.targets.source_traits(e).retries);
         let derive_key = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
         let batch_key = || batch.entry_keys.get(index).cloned().or_else(derive_key);
         CallRequest {
@@ -376,18 +379,18 @@ impl BatchExecution {
         }
     }
 
-    /// Keeps the result in the answer unless the results of this batch exceed the size limit
-    /// together.
+    /// Returns the state of an entry whose call has ended: without the result if the results of the
+    /// batch would together exceed the size limit.
     fn ended_state(&self, call: Arc<Call>) -> BatchEntryState {
         let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
         let size = data.map_or(0, |data| data.text().len());
         let before = self.result_bytes.fetch_add(size, Ordering::Relaxed);
-        if before + size <= self.engine.core.limits.max_batch_bytes {
+        if before + size <= self.calls.core.limits.max_batch_bytes {
             return BatchEntryState::Ended { call, omitted_bytes: None };
         }
         self.result_bytes.fetch_sub(size, Ordering::Relaxed);
         let mut slim = (*call).clone();
-        // The result may override it, and is omitted here.
+        // A result can override the value of its definition, and the result is dropped here.
         slim.target.after_execution = AfterExecution::from_call(&call);
         if let Some(outcome) = &mut slim.outcome {
             outcome.data = None;

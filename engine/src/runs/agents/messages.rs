@@ -10,10 +10,10 @@ use crate::domain::run::Run;
 use crate::utp::Utp;
 use crate::utp::boxes::box_not_found;
 
-/// Maximum number of bytes of cards in the first message; the rest is listed by id.
+/// Maximum size of the text that shows the cards of a box; cards beyond it are listed by id.
 const MAX_CARD_BYTES: usize = 48 << 10;
 
-/// Returns the box of an agent's run: the one that the call names, or that of its caller.
+/// Returns the box of an agent's run: the one that the call names, or that of the parent run.
 pub(super) async fn resolve_box(
     utp: &Utp,
     call: &Call,

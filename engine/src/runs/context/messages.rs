@@ -2,7 +2,7 @@
 //!
 //! Every call gets an answer, as the model APIs require: an unfinished call is answered with the
 //! time it has been running. An id that was used before, or that an API would reject, is replaced
-//! by the call's ticket, which is unique.
+//! by the call's ticket, which is unique, or by its number if it has no ticket.
 
 use std::collections::HashSet;
 
@@ -80,8 +80,8 @@ impl ToolCallContext {
         let entries = self.conversation_calls();
         let mut contents = render_contents(&entries, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
-        for turn in entries.chunk_by(|a, b| a.call.step == b.call.step) {
-            let tool_calls = turn.iter().map(|entry| OpenAiToolCall {
+        for step in entries.chunk_by(|a, b| a.call.step == b.call.step) {
+            let tool_calls = step.iter().map(|entry| OpenAiToolCall {
                 id: &entry.id,
                 kind: "function",
                 function: OpenAiFunctionCall {
@@ -95,7 +95,7 @@ impl ToolCallContext {
                 content: None,
                 tool_calls,
             }));
-            let answers = turn.iter().zip(&mut contents);
+            let answers = step.iter().zip(&mut contents);
             messages.extend(answers.map(|(entry, text)| entry.message(CallFormat::OpenAi, &text)));
         }
         ContextMessages { messages, tools: self.describe_tools(ToolFormat::OpenAi) }
@@ -107,8 +107,8 @@ impl ToolCallContext {
         let entries = self.conversation_calls();
         let mut contents = render_contents(&entries, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
-        for turn in entries.chunk_by(|a, b| a.call.step == b.call.step) {
-            let calls = turn.iter().map(|entry| {
+        for step in entries.chunk_by(|a, b| a.call.step == b.call.step) {
+            let calls = step.iter().map(|entry| {
                 // The Anthropic API accepts only objects as input.
                 let object = entry.call.args.text().trim_start().starts_with('{');
                 let input = if object { entry.call.args.clone() } else { Json::empty_object() };
@@ -116,7 +116,7 @@ impl ToolCallContext {
             });
             messages
                 .push(to_json(&AnthropicMessage { role: "assistant", content: calls.collect() }));
-            let answers = turn.iter().zip(&mut contents);
+            let answers = step.iter().zip(&mut contents);
             let answers = answers.map(|(entry, text)| entry.message(CallFormat::Anthropic, &text));
             messages.push(to_json(&AnthropicMessage { role: "user", content: answers.collect() }));
         }
@@ -156,7 +156,8 @@ impl ToolCallContext {
     }
 }
 
-/// Returns the call's own id if an API accepts it and it is unused, otherwise its ticket.
+/// Returns the call's own id if the APIs accept it and it is unused, otherwise its ticket, or an id
+/// made from its number.
 fn usable_call_id<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
     let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
     let id = call.call_id.as_str();

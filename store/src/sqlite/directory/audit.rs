@@ -1,5 +1,5 @@
-//! The audit log in SQLite. Rows are appended in the writer's transaction, which no other process
-//! can enter: the head that a row follows is the last one.
+//! The audit log in SQLite. Rows are appended in the writer's transaction. No other process writes
+//! during it, so the stored head is the row that a new row follows.
 
 use async_trait::async_trait;
 use rusqlite::{Connection, params};
@@ -89,7 +89,6 @@ fn write_link(connection: &Connection, name: &str, link: &AuditLink) -> rusqlite
 }
 
 fn read_chain(connection: &Connection) -> Result<AuditChain, StoreError> {
-    // One statement, so that all of it is of one commit.
     let sql = "SELECT head.number, head.hash, head.entries, pruned.number, pruned.hash, \
                pruned.entries, (SELECT coalesce(max(number), 0) FROM audit) \
                FROM audit_chain head, audit_chain pruned \
@@ -123,7 +122,8 @@ fn list_rows(connection: &Connection, filter: &AuditFilter) -> Result<Vec<AuditR
 fn prune(connection: &Connection, before_ms: u64, limit: usize) -> rusqlite::Result<usize> {
     let before_ms = i64::try_from(before_ms).unwrap_or(i64::MAX);
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    // Only rows before the first young one: the rest of the chain has no gap.
+    // Only rows before the first one that is kept, so that the rest of the chain has no gap. A row
+    // after it may be older if the system time was changed.
     let mut select = connection.prepare_cached(
         "SELECT number, hash FROM audit WHERE number < coalesce((SELECT min(number) FROM audit \
          WHERE at_ms >= ?1), 9223372036854775807) ORDER BY number LIMIT ?2",
