@@ -2,13 +2,13 @@
 //! caller, asks the engine, and returns the result in rmcp's types. The engine holds all state of
 //! calls; nothing is stored here.
 //!
-//! `builtin_calls` uses `call`, which uses `tasks`, `progress` and `elicitation`; `notifications`
-//! uses `tasks`. The others stand alone.
+//! `helper_calls` uses `call`, which uses `tasks`, `progress` and `elicitation`; `notifications`
+//! uses `tasks`, which uses `elicitation`. The others stand alone.
 
-pub(super) mod builtin_calls;
 pub(super) mod call;
 pub(super) mod elicitation;
 pub(super) mod events;
+pub(super) mod helper_calls;
 pub(super) mod list_tools;
 pub(super) mod notifications;
 mod progress;

@@ -30,7 +30,7 @@ use super::events::subscriptions::EventSubscriptions;
 use super::events::webhook::EventSender;
 use super::operations::call::{self, ToolDiscovery};
 use super::operations::notifications::{self, LegacySessions};
-use super::operations::{builtin_calls, events, list_tools, prompts, resources, tasks};
+use super::operations::{events, helper_calls, list_tools, prompts, resources, tasks};
 use super::param_errors;
 use super::passthrough::{EmptyPassthrough, PassthroughProvider};
 use super::request::{CallerView, McpViewOptions, http_parts, passthrough_meta, session_id};
@@ -39,8 +39,8 @@ use super::state::{
     LegacySessionState, MAX_RESOURCE_SUBSCRIPTIONS, McpTransportState, RequestScope, SERVER_NAME,
 };
 use super::tool_list::ToolListCache;
-use super::tool_list::builtin_tools::CALL_RESULT;
 use super::tool_list::definition::to_mcp_tool;
+use super::tool_list::helper_tools::CALL_RESULT;
 use super::tool_list::listed_name;
 
 /// Maximum number of characters of the instructions for an MCP client.
@@ -171,7 +171,7 @@ impl McpHandler {
         if let Some(resumed) = parts.and_then(|parts| parts.extensions.get::<ResumedCall>()) {
             return call::resume_stream(scope, &resumed.0).await;
         }
-        if let Some(result) = builtin_calls::handle_call(scope, &mut params).await {
+        if let Some(result) = helper_calls::handle_call(scope, &mut params).await {
             return result;
         }
         if scope.view.source.is_some() {

@@ -1,6 +1,6 @@
 //! Tool lists in MCP's format: their entries, order and pages.
 //!
-//! [`definition`] converts one tool, [`builtin_tools`] has the tools of this transport itself, and
+//! [`definition`] converts one tool, [`helper_tools`] has the tools of this transport itself, and
 //! [`splice`] writes a list into a response.
 //!
 //! A list belongs to one caller and contains only tools that the caller may call. It is sorted by
@@ -8,8 +8,8 @@
 //! pagination continues correctly after the list has changed. MCP clients see the names in the form
 //! that they, their key or the server chose.
 
-pub(super) mod builtin_tools;
 pub(super) mod definition;
+pub(super) mod helper_tools;
 pub(super) mod splice;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -29,7 +29,7 @@ use super::request::ProtocolRevision;
 /// which costs time only.
 const MAX_CACHED_LISTS: usize = 512;
 
-/// Returns a built-in tool's name as an MCP client sees it.
+/// Returns a tool's name in the form that an MCP client sees.
 pub(super) fn listed_name(name: &str, form: ToolNameForm) -> String {
     match form {
         ToolNameForm::Model => name_for_model(name),
@@ -37,10 +37,10 @@ pub(super) fn listed_name(name: &str, form: ToolNameForm) -> String {
     }
 }
 
-/// One entry of a tool list: a registered tool or a built-in tool of this transport.
+/// One entry of a tool list: a registered tool or a helper tool of this transport.
 #[derive(Clone)]
 struct ToolListEntry {
-    /// The catalog entry of the tool; `None` for a built-in tool.
+    /// The catalog entry of the tool; `None` for a helper tool.
     entry: Option<Arc<CatalogEntry>>,
     /// The tool under Toolcrib's name.
     tool: Arc<Tool>,
@@ -123,7 +123,7 @@ impl CallerToolList {
 
     /// Returns at most `size` tools after the given name, and the name to continue after if there
     /// are more. With a prefix, returns the tools that have it, without the prefix, followed on the
-    /// last page by the built-in tools and the tool that reads long results. These replace tools of
+    /// last page by the helper tools and the tool that reads long results. These replace tools of
     /// the same names.
     pub(super) fn page(
         &self,
@@ -145,7 +145,7 @@ impl CallerToolList {
                     tool.name = name.clone().into();
                 }
             }
-            tools.retain(|tool| helper_tools.iter().all(|builtin| builtin.name != tool.name));
+            tools.retain(|tool| helper_tools.iter().all(|helper| helper.name != tool.name));
             if more.is_none() {
                 tools.extend(helper_tools);
             }
@@ -232,10 +232,8 @@ impl ToolListCache {
     /// Returns the catalogue list, which is the same for every caller.
     pub(super) fn for_catalogue(&self) -> Arc<CallerToolList> {
         let listed = |tool: Tool| ToolListEntry::new(None, tool);
-        let tools = builtin_tools::always_listed()
-            .into_iter()
-            .chain(builtin_tools::catalogue())
-            .map(listed);
+        let tools =
+            helper_tools::always_listed().into_iter().chain(helper_tools::catalogue()).map(listed);
         Arc::new(CallerToolList { version: 0, tools: tools.collect() })
     }
 
@@ -305,14 +303,14 @@ fn build_list(
     }
     let model_names = names_for_model(tools.iter().map(ToolListEntry::name));
     for (listed, model_name) in tools.iter_mut().zip(model_names) {
-        // The built-in tools keep their names, whatever a registered tool is called.
-        match builtin_tools::helper_name(&model_name) {
+        // The helper tools keep their names, whatever a registered tool is called.
+        match helper_tools::helper_name(&model_name) {
             Some(_) => listed.set_model_name(&hashed_name_for_model(&listed.tool.name)),
             None => listed.set_model_name(&model_name),
         }
     }
-    for tool in builtin_tools::always_listed() {
-        // A built-in tool replaces a registered tool of the same name.
+    for tool in helper_tools::always_listed() {
+        // A helper tool replaces a registered tool of the same name.
         tools.retain(|listed| listed.name() != tool.name);
         let index = tools.partition_point(|listed| listed.name() < tool.name.as_ref());
         tools.insert(index, ToolListEntry::new(None, tool));

@@ -28,7 +28,7 @@ use crate::mcp::call_stream::{CallStoredSignal, StreamId, StreamWaiter, Streamed
 use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts, passthrough_meta};
 use crate::mcp::state::RequestScope;
-use crate::mcp::tool_list::builtin_tools::CALL_RESULT;
+use crate::mcp::tool_list::helper_tools::CALL_RESULT;
 use crate::mcp::tool_list::listed_name;
 use crate::mcp::tool_result::{self, ResultFormat};
 

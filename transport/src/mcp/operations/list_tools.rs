@@ -1,4 +1,4 @@
-//! `tools/list`: one page of the caller's tools, or the built-in tools of the catalogue.
+//! `tools/list`: one page of the caller's tools, or the tools of the search catalogue.
 
 use rmcp::ErrorData;
 use rmcp::model::{CacheScope, ListToolsResult, PaginatedRequestParams};

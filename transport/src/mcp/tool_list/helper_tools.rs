@@ -1,8 +1,10 @@
-//! Definitions of the built-in tools of the MCP transport: their names, descriptions and arguments.
+//! Definitions of the helper tools, which the MCP transport itself adds to its lists: their names,
+//! descriptions and arguments.
 //!
-//! `call.result` is in every list. The three tools of the catalogue stand in place of the full
-//! list, so that hundreds of tools do not fill the context of a model. `operations::builtin_calls`
-//! handles their calls.
+//! `call.result` is in every list. The three tools of the search catalogue stand in place of the
+//! full list, so that hundreds of tools do not fill the context of a model.
+//! `operations::helper_calls` handles their calls. The built-in tools, such as `calculation.eval`,
+//! are not among them: they are a source (`sources/src/builtin`).
 
 use std::sync::Arc;
 
@@ -26,7 +28,7 @@ pub(crate) const DESCRIBE: &str = MCP_HELPER_TOOLS[2];
 /// Calls a tool by name.
 pub(crate) const CALL: &str = MCP_HELPER_TOOLS[3];
 
-/// Returns the built-in tool that an MCP client calls by this name, in either form.
+/// Returns the helper tool that an MCP client calls by this name, in either form.
 pub(crate) fn helper_name(name: &str) -> Option<&'static str> {
     MCP_HELPER_TOOLS.into_iter().find(|helper| *helper == name || name_for_model(helper) == name)
 }
@@ -70,7 +72,7 @@ pub(crate) struct CatalogueCallArgs {
     pub(crate) arguments: JsonObject,
 }
 
-/// Returns the built-in tools of every list, sorted by name.
+/// Returns the helper tools of every list, sorted by name.
 pub(super) fn always_listed() -> Vec<Tool> {
     vec![read_only_tool::<CallResultArgs>(
         CALL_RESULT,
@@ -104,7 +106,7 @@ pub(super) fn catalogue() -> Vec<Tool> {
     ]
 }
 
-/// Returns the definition of a built-in tool that only reads.
+/// Returns the definition of a helper tool that only reads.
 fn read_only_tool<A: JsonSchema>(name: &'static str, title: &str, text: &'static str) -> Tool {
     let schema = Json::from_value(&schemars::schema_for!(A).to_value());
     let schema = match to_portable_schema(&schema).to_value() {

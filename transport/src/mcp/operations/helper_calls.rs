@@ -1,6 +1,7 @@
-//! Handles calls of the built-in tools: `call.result`, and the three tools of the catalogue. They
-//! read from the engine and create no calls, so nothing is stored; except `tools.call`, which is an
-//! ordinary call with the same checks and the same durability.
+//! Handles calls of the helper tools: `call.result`, and the three tools of the search catalogue.
+//!
+//! `tools.call` makes an ordinary call of another tool, with the same checks and the same
+//! durability. The other three only read from the engine, and nothing is stored about them.
 
 use std::time::Duration;
 
@@ -16,15 +17,17 @@ use toolcrib::domain::fault::{Code, Fault};
 use super::call::{self, ToolDiscovery};
 use crate::mcp::request::McpClientInfo;
 use crate::mcp::state::RequestScope;
-use crate::mcp::tool_list::builtin_tools::{
+use crate::mcp::tool_list::helper_tools::{
     CALL, CALL_RESULT, CallResultArgs, CatalogueCallArgs, DESCRIBE, DescribeArgs, SEARCH,
     SearchArgs, helper_name, parse_arguments,
 };
 use crate::mcp::tool_list::{definition, listed_name};
 use crate::mcp::tool_result::{self, ResultFormat};
 
-/// Default and maximum number of search results.
+/// Number of search results, unless the arguments set another.
 const DEFAULT_SEARCH_LIMIT: usize = 10;
+
+/// Maximum number of search results.
 const MAX_SEARCH_LIMIT: usize = 50;
 
 /// Maximum number of tools described at once.
@@ -33,7 +36,10 @@ const MAX_DESCRIBED_TOOLS: usize = 20;
 /// Maximum number of characters of a description in search results.
 const MAX_SUMMARY_CHARS: usize = 240;
 
-/// Handles a call of a built-in tool that the caller sees. Returns `None` for any other tool.
+/// Time that `call.result` waits, unless its arguments set another.
+const DEFAULT_RESULT_WAIT_MS: u64 = 20_000;
+
+/// Handles a call of a helper tool that the caller sees. Returns `None` for any other tool.
 pub(crate) async fn handle_call(
     scope: RequestScope<'_>,
     params: &mut CallToolRequestParams,
@@ -76,36 +82,32 @@ async fn search(
         let message = format!("limit must be from 1 to {MAX_SEARCH_LIMIT}");
         return Err(Fault::new(Code::ValidationError, message).without_side_effect());
     }
-    let found = shared
+    let hits = shared
         .engine
         .registry()
         .search(&view.caller, &args.query, limit)
         .await
         .map_err(into_fault)?;
-    if found.is_empty() {
+    if hits.is_empty() {
         let text = "No tool matches. Try other words for what the tool does.";
         let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
         result.structured_content = Some(json!({ "tools": [] }));
         return Ok(result);
     }
-    let listed: Vec<Value> = found
+    let tools: Vec<Value> = hits
         .iter()
-        .map(|found| {
-            let tool = &found.entry.definition;
+        .map(|hit| {
+            let tool = &hit.entry.definition;
             let name = callable_name(scope, &tool.name);
             let summary = summarize_description(&tool.description);
-            let body = json!({ "name": name, "description": summary });
-            match definition::injection_flags(tool) {
-                Some(flags) => {
-                    let mut body = body;
-                    body["flags"] = flags;
-                    body
-                }
-                None => body,
+            let mut body = json!({ "name": name, "description": summary });
+            if let Some(flags) = definition::injection_flags(tool) {
+                body["flags"] = flags;
             }
+            body
         })
         .collect();
-    let lines = listed.iter().map(|tool| {
+    let lines = tools.iter().map(|tool| {
         let text = |key: &str| tool[key].as_str().unwrap_or_default().to_owned();
         let flagged =
             if tool["flags"].is_array() { " [flagged: its words are not trusted]" } else { "" };
@@ -113,7 +115,7 @@ async fn search(
     });
     let text = lines.collect::<Vec<_>>().join("\n");
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
-    result.structured_content = Some(json!({ "tools": listed }));
+    result.structured_content = Some(json!({ "tools": tools }));
     Ok(result)
 }
 
@@ -153,7 +155,7 @@ fn callable_name(scope: RequestScope<'_>, name: &str) -> String {
     }
 }
 
-/// Returns the first line, truncated to [`MAX_SUMMARY_CHARS`].
+/// Returns the first line of a description, truncated to [`MAX_SUMMARY_CHARS`].
 fn summarize_description(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
     if first.chars().count() <= MAX_SUMMARY_CHARS {
@@ -193,7 +195,7 @@ async fn call_result(
             format!("there is no call \"{excerpt}\""),
         ));
     };
-    let wait_ms = args.wait_ms.unwrap_or(20_000).min(shared.settings.wait_ms);
+    let wait_ms = args.wait_ms.unwrap_or(DEFAULT_RESULT_WAIT_MS).min(shared.settings.wait_ms);
     let waiting = shared.engine.calls().wait(&view.caller, &id, Until::EndedWithin(wait_ms));
     let found = tokio::select! {
         // Canceling this request does not cancel the call that it asks about.
