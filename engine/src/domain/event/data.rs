@@ -1,4 +1,4 @@
-//! The data fields of a record.
+//! The data fields of an event record.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,8 +7,8 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
-/// A few named fields, a JSON object. Every call creates some and each has few, so they are a list:
-/// static names need no allocation, and a linear search is fast.
+/// Named fields, on the wire a JSON object. Every call has records, and each has few fields, so the
+/// fields are a list: static names need no allocation, and a linear search is fast.
 #[derive(Debug, Clone, Default)]
 pub struct EventData(Vec<(Cow<'static, str>, Value)>);
 
@@ -92,11 +92,11 @@ impl<'de> Deserialize<'de> for EventData {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<EventData, A::Error> {
-                let mut facts = EventData::default();
+                let mut data = EventData::default();
                 while let Some((name, value)) = map.next_entry::<String, Value>()? {
-                    facts.insert(name, value);
+                    data.insert(name, value);
                 }
-                Ok(facts)
+                Ok(data)
             }
         }
 
@@ -112,18 +112,18 @@ mod tests {
 
     #[test]
     fn event_data_round_trips_through_a_json_object() {
-        let mut facts = EventData::default();
-        facts.insert("tool", json!("a.tool"));
-        facts.insert("by", json!("nobody"));
-        facts.insert("by", json!("c1"));
-        let value = serde_json::to_value(&facts).unwrap();
+        let mut data = EventData::default();
+        data.insert("tool", json!("a.tool"));
+        data.insert("by", json!("c0"));
+        data.insert("by", json!("c1"));
+        let value = serde_json::to_value(&data).unwrap();
         assert_eq!(value, json!({ "by": "c1", "tool": "a.tool" }));
         let read: EventData = serde_json::from_str(r#"{"by":"c1","tool":"a.tool"}"#).unwrap();
-        assert_eq!(read, facts, "in any order");
+        assert_eq!(read, data, "in any order");
         assert_eq!((read.get("by"), read.get("to"), read.len()), (Some(&json!("c1")), None, 2));
-        facts.remove("by");
-        assert_ne!(read, facts);
-        assert_ne!(facts, read);
+        data.remove("by");
+        assert_ne!(read, data);
+        assert_ne!(data, read);
         assert!(serde_json::from_str::<EventData>("[]").is_err());
     }
 }

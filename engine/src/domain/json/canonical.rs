@@ -14,11 +14,11 @@ use super::cursor::{JsonCursor, JsonKind, decode_string};
 /// in one spelling. The text must be valid JSON.
 pub fn canonicalize(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    write(&mut JsonCursor::new(text), &mut out);
+    write_value(&mut JsonCursor::new(text), &mut out);
     out
 }
 
-fn write(cursor: &mut JsonCursor<'_>, out: &mut String) {
+fn write_value(cursor: &mut JsonCursor<'_>, out: &mut String) {
     match cursor.kind() {
         JsonKind::Object => {
             cursor.enter();
@@ -28,10 +28,10 @@ fn write(cursor: &mut JsonCursor<'_>, out: &mut String) {
                 members.push((decode_string(key), key, *cursor));
                 cursor.read_value();
             }
-            // If a name is repeated, the last value counts, as it does for every parser.
+            // If a key is repeated, the last value counts, as in `serde_json::Value`.
             members.reverse();
-            members.sort_by(|(one, ..), (two, ..)| one.cmp(two));
-            members.dedup_by(|(one, ..), (two, ..)| one == two);
+            members.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+            members.dedup_by(|(a, ..), (b, ..)| a == b);
             out.push('{');
             for (n, (_, key, mut value)) in members.into_iter().enumerate() {
                 if n > 0 {
@@ -39,7 +39,7 @@ fn write(cursor: &mut JsonCursor<'_>, out: &mut String) {
                 }
                 write_string(key, out);
                 out.push(':');
-                write(&mut value, out);
+                write_value(&mut value, out);
             }
             out.push('}');
         }
@@ -51,55 +51,58 @@ fn write(cursor: &mut JsonCursor<'_>, out: &mut String) {
                 if !std::mem::take(&mut first) {
                     out.push(',');
                 }
-                write(cursor, out);
+                write_value(cursor, out);
             }
             out.push(']');
         }
         JsonKind::Text => write_string(cursor.read_value(), out),
-        JsonKind::Number => out.push_str(&number(cursor.read_value())),
+        JsonKind::Number => out.push_str(&canonicalize_number(cursor.read_value())),
         JsonKind::Bool | JsonKind::Null => out.push_str(cursor.read_value()),
     }
 }
 
-fn write_string(written: &str, out: &mut String) {
-    match written.contains('\\') {
+/// Writes a string literal, given with its quotation marks.
+fn write_string(literal: &str, out: &mut String) {
+    match literal.contains('\\') {
         // Escapes have several spellings; use the serializer's.
-        true => out.push_str(&Value::from(decode_string(written)).to_string()),
-        false => out.push_str(written),
+        true => out.push_str(&Value::from(decode_string(literal)).to_string()),
+        false => out.push_str(literal),
     }
 }
 
-/// Writes a number as the serializer does if that preserves its value, and otherwise exactly.
-fn number(written: &str) -> Cow<'_, str> {
-    let Ok(number) = written.parse::<Number>() else { return Cow::Borrowed(written) };
+/// Returns a number as the serializer writes it if that preserves its value, and otherwise its
+/// exact digits and exponent.
+fn canonicalize_number(literal: &str) -> Cow<'_, str> {
+    let Ok(number) = literal.parse::<Number>() else { return Cow::Borrowed(literal) };
     let text = number.to_string();
-    if text == written {
-        return Cow::Borrowed(written);
+    if text == literal {
+        return Cow::Borrowed(literal);
     }
-    let (digits, exponent) = decimal(written);
-    if number.is_f64() && decimal(&text) != (digits.clone(), exponent) {
-        let sign = if written.starts_with('-') { "-" } else { "" };
+    let (digits, exponent) = split_decimal(literal);
+    if number.is_f64() && split_decimal(&text) != (digits.clone(), exponent) {
+        let sign = if literal.starts_with('-') { "-" } else { "" };
         return Cow::Owned(format!("{sign}{digits}e{exponent}"));
     }
     Cow::Owned(text)
 }
 
 /// Returns the digits of a number without zeros at either end, and the power of ten to multiply
-/// them by.
-fn decimal(written: &str) -> (String, i64) {
-    let plain = written.trim_start_matches('-');
+/// them by. Ignores the sign.
+fn split_decimal(literal: &str) -> (String, i64) {
+    let plain = literal.trim_start_matches('-');
     let (mantissa, exponent) = plain.split_once(['e', 'E']).unwrap_or((plain, "0"));
-    // Validation refuses a larger exponent, unless all digits are zeros.
+    // An exponent beyond 64 bits counts as 0. Validation refuses a positive one, unless all digits
+    // are zeros.
     let exponent: i64 = exponent.parse().unwrap_or_default();
     let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
-    let all = format!("{whole}{fraction}");
-    let significant = all.trim_end_matches('0');
-    let zeros = (all.len() - significant.len()) as i64;
+    let all_digits = format!("{whole}{fraction}");
+    let significant = all_digits.trim_end_matches('0');
+    let trailing_zeros = (all_digits.len() - significant.len()) as i64;
     let digits = significant.trim_start_matches('0').to_owned();
     if digits.is_empty() {
         return (digits, 0);
     }
-    let exponent = exponent.saturating_sub(fraction.len() as i64).saturating_add(zeros);
+    let exponent = exponent.saturating_sub(fraction.len() as i64).saturating_add(trailing_zeros);
     (digits, exponent)
 }
 
@@ -136,7 +139,7 @@ mod tests {
 
     #[test]
     fn long_numbers_keep_their_differences() {
-        for (one, two) in [
+        for (a, b) in [
             ("18446744073709551616", "18446744073709551617"),
             ("100000000000000000001", "100000000000000000002"),
             ("-18446744073709551616", "18446744073709551616"),
@@ -146,7 +149,7 @@ mod tests {
             ("[1,2]", "[12]"),
             (r#""1""#, "1"),
         ] {
-            assert_ne!(canonicalize(one), canonicalize(two));
+            assert_ne!(canonicalize(a), canonicalize(b));
         }
     }
 

@@ -1,6 +1,6 @@
 //! Elicitation: sends a tool's questions to the MCP client and takes its answers.
 //!
-//! Any caller that may call tools can answer a call that waits for input, over any transport. An
+//! The caller that made a call, or another that may cancel it, answers it over any transport. An
 //! MCP client of 2026-07-28 receives the questions and repeats its request with the answers and a
 //! `requestState`, which holds the call id and is useless to other callers. A legacy MCP client
 //! receives the questions while it waits. An MCP client receives only questions of the kinds that

@@ -46,8 +46,8 @@ fn title(definition: &ToolDefinition, metadata: &Value) -> String {
     chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
 }
 
-/// Returns hints for the MCP client. They reflect the definition and guarantee nothing. The hint
-/// that a tool reaches the outside world is the upstream's own.
+/// Returns hints for the MCP client. They reflect the definition and guarantee nothing.
+/// `openWorldHint` is the upstream's own; tools of other sources have none.
 fn annotations(effect: Effect, risk: Risk, metadata: &Value) -> ToolAnnotations {
     let destructive = match effect {
         Effect::Read => false,
@@ -63,29 +63,29 @@ fn annotations(effect: Effect, risk: Risk, metadata: &Value) -> ToolAnnotations 
     hints
 }
 
-/// Returns the injection flags of a tool's description, if any.
+/// Returns the injection flags of a tool's texts, if any.
 pub(crate) fn injection_flags(definition: &ToolDefinition) -> Option<Value> {
     let metadata = definition.metadata.as_ref()?;
     // Most tools have no flags; then the metadata is not parsed.
-    let flagged = metadata.text().contains("\"flags\"");
-    flagged.then(|| metadata.to_value().get("flags").cloned()).flatten()
+    let may_have_flags = metadata.text().contains("\"flags\"");
+    may_have_flags.then(|| metadata.to_value().get("flags").cloned()).flatten()
 }
 
 /// Returns the upstream's own `_meta`, and the properties for which MCP has no field.
 fn tool_meta(definition: &ToolDefinition, metadata: &Value) -> MetaObject {
     let upstream = metadata.pointer("/mcp/meta").and_then(Value::as_object);
-    let mut facts: JsonObject = upstream.cloned().unwrap_or_default();
-    // Only Toolcrib itself describes tools with these names.
-    facts.retain(|name, _| !name.starts_with("toolcrib/"));
-    facts.insert("toolcrib/effect".to_owned(), definition.effect.as_str().into());
-    facts.insert("toolcrib/risk".to_owned(), definition.risk.as_str().into());
+    let mut meta: JsonObject = upstream.cloned().unwrap_or_default();
+    // Only Toolcrib itself sets names with this prefix.
+    meta.retain(|name, _| !name.starts_with("toolcrib/"));
+    meta.insert("toolcrib/effect".to_owned(), definition.effect.as_str().into());
+    meta.insert("toolcrib/risk".to_owned(), definition.risk.as_str().into());
     if let Some(flags) = injection_flags(definition) {
-        facts.insert("toolcrib/flags".to_owned(), flags);
+        meta.insert("toolcrib/flags".to_owned(), flags);
     }
     if definition.background {
-        facts.insert("toolcrib/async".to_owned(), true.into());
+        meta.insert("toolcrib/async".to_owned(), true.into());
     }
-    MetaObject(facts)
+    MetaObject(meta)
 }
 
 /// Returns the tool as this revision can describe it: legacy revisions allow only objects as
