@@ -6,10 +6,10 @@
 //! answer to each entry in the format of its request.
 //!
 //! A call that has started runs to completion. If it has not ended when the wait is over, its
-//! answer is its ticket. An entry that has not started by then is stored behind the call that it
-//! waits for, and is answered with its ticket too: it starts when that predecessor has ended, also
-//! after a restart. If the caller disconnects during the wait, no further entry is started; the
-//! same batch with the same idempotency key resumes there.
+//! answer is its ticket. An entry that has not started by then is stored with the call that it
+//! waits for as its predecessor, and is answered with its ticket too: it starts when the
+//! predecessor has ended, also after a restart. If the caller disconnects during the wait, no
+//! further entry is started; the same batch with the same idempotency key resumes there.
 
 mod answer;
 mod execution;
@@ -161,7 +161,7 @@ impl Calls {
         self.run_batch_with_renderer(caller, batch, None)
     }
 
-    /// Runs a batch and renders each result with `write`.
+    /// Runs a batch and renders each result with `renderer`.
     ///
     /// The rendering overlaps with the commit of the calls if possible, so that it adds no
     /// latency. The future is boxed here, so that it is compiled in this crate, for speed, and not
@@ -170,31 +170,31 @@ impl Calls {
         self: &'a Arc<Self>,
         caller: &'a Caller,
         batch: Batch,
-        write: Option<EntryRenderer>,
+        renderer: Option<EntryRenderer>,
     ) -> BoxFuture<'a, Result<BatchAnswer, Error>> {
-        Box::pin(self.run_and_render(caller, batch, write))
+        Box::pin(self.run_and_render(caller, batch, renderer))
     }
 
     async fn run_and_render(
         self: &Arc<Self>,
         caller: &Caller,
         batch: Batch,
-        write: Option<EntryRenderer>,
+        renderer: Option<EntryRenderer>,
     ) -> Result<BatchAnswer, Error> {
         self.validate_batch(&batch)?;
         if let Some(url) = &batch.callback_url {
             check_callback_url(&self.core, caller, url)?;
         }
-        let read: Vec<_> = batch.entries.iter().map(model_formats::parse).collect();
+        let parsed: Vec<_> = batch.entries.iter().map(model_formats::parse).collect();
         if !caller.may_invoke() {
             // Every entry would be refused for the same reason, so the whole batch is.
-            let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
+            let first = parsed.iter().flatten().next().map_or("", |entry| entry.name.as_str());
             authorize_call(&self.registry, &self.registry.catalog(), caller, first).await?;
         }
         let budget = batch.budget_tokens;
-        let run = Arc::new(BatchExecution::new(self, caller, batch, read, write));
-        let (answers, deliveries) = run.run().await;
-        let answer = BatchAnswer::assemble(answers, budget, write).await?;
+        let execution = Arc::new(BatchExecution::new(self, caller, batch, parsed, renderer));
+        let (answers, deliveries) = execution.run().await;
+        let answer = BatchAnswer::assemble(answers, budget, renderer).await?;
         Ok(BatchAnswer { deliveries, ..answer })
     }
 
@@ -221,16 +221,16 @@ impl Calls {
         if batch.budget_tokens == Some(0) {
             return refused("budget_tokens", "budget_tokens must be at least 1".into());
         }
-        let words = [
+        let labels = [
             ("run_id", Some(&batch.run_id), 255),
             ("user_id", batch.user_id.as_ref(), 255),
             ("idempotency_key", batch.idempotency_key.as_ref(), MAX_KEY_BYTES),
         ];
-        for (field, word, max) in words {
-            let fits = |word: &String| {
-                (1..=max).contains(&word.len()) && !word.chars().any(char::is_control)
+        for (field, label, max) in labels {
+            let fits = |label: &String| {
+                (1..=max).contains(&label.len()) && !label.chars().any(char::is_control)
             };
-            if word.is_some_and(|word| !fits(word)) {
+            if label.is_some_and(|label| !fits(label)) {
                 let message = format!("{field} must be 1 to {max} bytes, no control characters");
                 return refused(field, message);
             }

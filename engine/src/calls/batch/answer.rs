@@ -46,7 +46,8 @@ pub struct BatchEntryResult {
     /// True if the idempotency key was used before; `state` then shows the call created at that
     /// time.
     pub replayed: bool,
-    /// True if the entry joined an earlier call whose answer was not delivered.
+    /// True if the entry joined an earlier call: one whose answer was not delivered, or an equal
+    /// one that waits for an approval.
     pub joined: bool,
     /// True if the message holds a shortened text to stay within the token budget.
     pub is_digested: bool,
@@ -115,27 +116,27 @@ pub fn pending_notice(call: &Call) -> PendingNotice<'_> {
 impl BatchEntryResult {
     pub(super) fn new(
         index: usize,
-        read: &Result<ParsedToolCall, CallParseError>,
-        state: Option<EntryResolution>,
+        parsed: &Result<ParsedToolCall, CallParseError>,
+        resolution: Option<EntryResolution>,
     ) -> Self {
-        let (format, id, name, refused) = match read {
+        let (format, id, name, refused) = match parsed {
             Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
-            Err(misfit) => {
-                let CallParseError { form: format, id, name, fault } = misfit.clone();
+            Err(error) => {
+                let CallParseError { form: format, id, name, fault } = error.clone();
                 (format, id, name, Some(fault))
             }
         };
         // Only the envelope format allows an answer without an id.
-        let stand_in = || (format != CallFormat::Envelope).then(|| format!("call_{index}"));
-        let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
-        let EntryResolution { state, replayed, joined } = match (refused, state) {
+        let derive_id = || (format != CallFormat::Envelope).then(|| format!("call_{index}"));
+        let internal_error = || Fault::new(Code::Internal, "internal error; see the server's log");
+        let EntryResolution { state, replayed, joined } = match (refused, resolution) {
             (Some(fault), _) => EntryResolution::from(BatchEntryState::Refused(*fault)),
             (None, Some(resolution)) => resolution,
-            (None, None) => EntryResolution::from(BatchEntryState::Refused(lost())),
+            (None, None) => EntryResolution::from(BatchEntryState::Refused(internal_error())),
         };
         Self {
             form: format,
-            call_id: id.or_else(stand_in),
+            call_id: id.or_else(derive_id),
             name,
             state,
             replayed,
@@ -256,7 +257,8 @@ impl BatchEntryResult {
         }
     }
 
-    /// Returns the images, recordings and files of the result.
+    /// Returns the images, recordings and files of the result. The envelope format has them in its
+    /// data, so the list is empty there.
     fn media(&self) -> Vec<MediaPart> {
         let data = self.data().filter(|_| self.form != CallFormat::Envelope);
         let content = data.and_then(mcp_content::read_content);
@@ -265,16 +267,19 @@ impl BatchEntryResult {
 
     /// Returns the message with the media of the result, if the format needs one of its own.
     pub(crate) fn media_message(&self) -> Option<Json> {
-        let is_separate = self.form == CallFormat::OpenAi;
-        let media = if is_separate { self.media() } else { return None };
+        if self.form != CallFormat::OpenAi {
+            return None;
+        }
+        let media = self.media();
         let (tool, id) = (self.name.as_deref(), self.call_id.as_deref());
         model_formats::media_message(tool.unwrap_or_default(), id.unwrap_or_default(), &media)
     }
 
+    /// Returns the message for a model, with this content.
     pub(super) fn message(&self, content: &str) -> Json {
-        let brief = self.error().filter(|_| self.is_digested);
-        let brief = brief.map(|fault| fault_with_message_only(fault, content.to_owned()));
-        self.build_message(content, brief.as_ref().or(self.error()))
+        let shortened = self.error().filter(|_| self.is_digested);
+        let shortened = shortened.map(|fault| fault_with_message_only(fault, content.to_owned()));
+        self.build_message(content, shortened.as_ref().or(self.error()))
     }
 
     fn build_message(&self, content: &str, error: Option<&Fault>) -> Json {
@@ -306,14 +311,16 @@ fn fault_with_message_only(fault: &Fault, message: String) -> Fault {
 }
 
 impl BatchAnswer {
+    /// Builds the answer from its entries. With a budget, the messages and texts are written here,
+    /// when the share of each entry is known.
     pub(super) async fn assemble(
-        answered: Vec<RenderedEntry>,
+        entries: Vec<RenderedEntry>,
         budget: Option<usize>,
-        write: Option<EntryRenderer>,
+        renderer: Option<EntryRenderer>,
     ) -> Result<Self, Error> {
         let (mut results, mut messages, mut texts) = (Vec::new(), Vec::new(), Vec::new());
-        for RenderedEntry { settled: entry, message, text } in answered {
-            results.push(entry);
+        for RenderedEntry { result, message, text } in entries {
+            results.push(result);
             messages.extend(message);
             texts.extend(text);
         }
@@ -325,7 +332,7 @@ impl BatchAnswer {
         let (results, contents) = render_within_budget(budget, results).await?;
         let pairs = results.iter().zip(&contents);
         let messages = pairs.map(|(entry, content)| entry.message(content)).chain(media).collect();
-        let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
+        let texts = renderer.map_or_else(Vec::new, |render| results.iter().map(render).collect());
         Ok(Self { results, messages, texts, deliveries: Vec::new() })
     }
 

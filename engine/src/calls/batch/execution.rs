@@ -36,7 +36,7 @@ type EntryLane = Vec<usize>;
 /// with others.
 type LaneStart = (EntryLane, Option<GroupMember>);
 
-/// The state of an entry, and its relation to an earlier call.
+/// The state of an entry, and whether it replays or joins an earlier call.
 pub(super) struct EntryResolution {
     pub(super) state: BatchEntryState,
     pub(super) replayed: bool,
@@ -60,20 +60,20 @@ struct AnswerSlot {
 
 /// The effect of an entry on the later entries of its lane.
 enum LaneContinuation {
-    /// The call has ended. If the batch's wait is over by then, the next entry counts as not
-    /// started.
+    /// The call has ended. After the batch's wait, the next entry starts only if the batch defers
+    /// entries that have not started.
     Ended,
-    /// The call is still open; the next entry is stored behind it.
+    /// The call is still open when the wait is over: it is the predecessor of the next entry.
     Predecessor(Arc<Call>),
     /// The entry was refused, or its call runs in the background or waits for an approval: the next
     /// entry does not depend on it.
     Unaffected,
 }
 
-/// The answer to an entry, with its message and its rendered text unless these depend on the other
-/// entries.
+/// The answer to an entry, with its message and its rendered text. With a token budget these depend
+/// on the other entries, and are absent here.
 pub(super) struct RenderedEntry {
-    pub(super) settled: BatchEntryResult,
+    pub(super) result: BatchEntryResult,
     pub(super) message: Option<Json>,
     pub(super) text: Option<String>,
 }
@@ -95,13 +95,13 @@ pub(super) struct BatchExecution {
     limit_deadline_ms: u64,
     /// Number of lanes that have started.
     started_lanes: AtomicUsize,
-    /// The last call of each lane, if it is still open after the wait. Each occupies a concurrency
-    /// slot; an entry without a slot is stored behind one of them.
+    /// The last call of each lane, if it is still open after the wait. Each occupies one of the
+    /// batch's `max_parallel` slots; a lane that starts later waits for the end of one of them.
     open_predecessors: Mutex<VecDeque<Arc<Call>>>,
     /// The calls of the entries so far.
     entry_calls: BatchCalls,
     /// The entries whose calls wait for an approval.
-    waiting: Mutex<Vec<(usize, Ticket)>>,
+    awaiting_approval: Mutex<Vec<(usize, Ticket)>>,
     /// Total size of the results so far.
     result_bytes: AtomicUsize,
     renderer: Option<EntryRenderer>,
@@ -135,7 +135,7 @@ impl BatchExecution {
             started_lanes: AtomicUsize::new(0),
             open_predecessors: Mutex::default(),
             entry_calls: BatchCalls::default(),
-            waiting: Mutex::default(),
+            awaiting_approval: Mutex::default(),
             result_bytes: AtomicUsize::new(0),
             renderer,
             deliveries: Mutex::default(),
@@ -150,14 +150,15 @@ impl BatchExecution {
         let mut lanes: Vec<_> =
             self.plan_lanes().into_iter().enumerate().map(with_member).collect();
         let mut tasks = JoinSet::new();
-        // If every lane has a concurrency slot, the worker threads divide the lanes among them. If
-        // the caller disconnects, dropping the set aborts its tasks.
+        // If every lane has a slot, the worker threads divide the lanes among them. If the caller
+        // disconnects, dropping the set aborts its tasks.
         if lanes.len() <= self.max_parallel {
             let threads = tokio::runtime::Handle::current().metrics().num_workers();
             let task_count = threads.min(lanes.len() / MIN_LANES_PER_TASK).max(1);
-            let each = lanes.len().div_ceil(task_count);
-            while lanes.len() > each {
-                let running = self.clone().run_lanes(lanes.split_off(lanes.len() - each));
+            let lanes_per_task = lanes.len().div_ceil(task_count);
+            while lanes.len() > lanes_per_task {
+                let last_lanes = lanes.split_off(lanes.len() - lanes_per_task);
+                let running = self.clone().run_lanes(last_lanes);
                 tasks.spawn(audit::with_origin(audit::current_origin(), running));
             }
         }
@@ -167,8 +168,8 @@ impl BatchExecution {
                 tracing::error!(%error, "a task of a batch failed");
             }
         }
-        let waiting = std::mem::take(&mut *self.waiting.lock());
-        let waits = waiting.into_iter().map(|(index, ticket)| self.wait_for_entry(index, ticket));
+        let awaiting = std::mem::take(&mut *self.awaiting_approval.lock());
+        let waits = awaiting.into_iter().map(|(index, ticket)| self.wait_for_entry(index, ticket));
         futures::future::join_all(waits).await;
         let answer = |(index, slot): (usize, &Mutex<AnswerSlot>)| {
             let AnswerSlot { answer, is_uncommitted } = std::mem::take(&mut *slot.lock());
@@ -178,13 +179,14 @@ impl BatchExecution {
         (answers, std::mem::take(&mut *self.deliveries.lock()))
     }
 
-    /// Builds the answer to an entry; a parse error becomes its answer, without a call.
+    /// Builds the answer to an entry. An entry that could not be parsed has no call, and its parse
+    /// error is the answer; without a resolution, the answer is an internal error.
     fn render_entry(&self, index: usize, resolution: Option<EntryResolution>) -> RenderedEntry {
         let entry = BatchEntryResult::new(index, &self.parsed[index], resolution);
         let is_independent = self.batch.budget_tokens.is_none();
         let message = is_independent.then(|| entry.message(&entry.content()));
         let text = self.renderer.filter(|_| is_independent).map(|render| render(&entry));
-        RenderedEntry { settled: entry, message, text }
+        RenderedEntry { result: entry, message, text }
     }
 
     /// Plans the lanes. Lanes run concurrently; the entries of one lane run one after another.
@@ -224,25 +226,26 @@ impl BatchExecution {
     }
 
     async fn run_lane(self: Arc<Self>, (indexes, mut member): LaneStart) {
-        // Lanes that get a slot at the beginning start even if the caller does not wait at all.
-        let mut at_once = self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
-        let in_time = || self.calls.core.now_ms() < self.wait_deadline_ms;
+        // A lane that gets a slot at the beginning starts even if the caller does not wait at all.
+        let mut starts_regardless =
+            self.started_lanes.fetch_add(1, Ordering::Relaxed) < self.max_parallel;
+        let is_within_wait = || self.calls.core.now_ms() < self.wait_deadline_ms;
         // After the wait, the last call of the lane that had this slot may still be open. This lane
-        // then queues behind it.
-        let mut predecessor = match at_once || in_time() {
+        // then waits for its end.
+        let mut predecessor = match starts_regardless || is_within_wait() {
             true => None,
             false => self.open_predecessors.lock().pop_front(),
         };
         for index in indexes {
             let Ok(entry) = &self.parsed[index] else { continue };
-            let may_start_now = predecessor.is_none() && (at_once || in_time());
+            let may_start_now = predecessor.is_none() && (starts_regardless || is_within_wait());
             if !may_start_now && !self.batch.defer_unstarted {
                 let refused = BatchEntryState::Refused(not_started_fault());
                 self.record_answer(index, refused.into(), false);
                 continue;
             }
             match self.run_entry(index, entry, member.take(), predecessor.clone()).await {
-                LaneContinuation::Ended => at_once = false,
+                LaneContinuation::Ended => starts_regardless = false,
                 LaneContinuation::Predecessor(call) => predecessor = Some(call),
                 LaneContinuation::Unaffected => {}
             }
@@ -282,7 +285,7 @@ impl BatchExecution {
         }
         if ticket.call.waits_for_approval() {
             // The other entries go on while a person decides.
-            self.waiting.lock().push((index, ticket));
+            self.awaiting_approval.lock().push((index, ticket));
             return LaneContinuation::Unaffected;
         }
         self.wait_for_entry(index, ticket).await
@@ -325,7 +328,7 @@ impl BatchExecution {
         predecessor: Option<Arc<Call>>,
     ) -> Result<Ticket, Error> {
         loop {
-            let request = self.invocation(index, entry);
+            let request = self.build_call_request(index, entry);
             let execution = self.clone();
             let on_finished = move |call: &Arc<Call>| {
                 execution.record_answer(index, execution.ended_state(call.clone()).into(), true)
@@ -355,11 +358,11 @@ impl BatchExecution {
         }
     }
 
-    fn invocation(&self, index: usize, entry: &ParsedToolCall) -> CallRequest {
+    fn build_call_request(&self, index: usize, entry: &ParsedToolCall) -> CallRequest {
         let batch = &self.batch;
         let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
         let executor = self.tools[index].as_ref().map(|tool| tool.definition.executor);
-        let retries =
+        let can_retry =
             executor.is_none_or(|e| self.calls.dispatcher.targets.source_traits(e).retries);
         let derive_key = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
         let batch_key = || batch.entry_keys.get(index).cloned().or_else(derive_key);
@@ -369,7 +372,7 @@ impl BatchExecution {
             timeout_ms: entry.timeout_ms.or(batch.timeout_ms),
             attempt_timeout_ms: entry.attempt_timeout_ms.or(batch.attempt_timeout_ms),
             input_timeout_ms: entry.input_timeout_ms,
-            retry: entry.retry.or(batch.retry.filter(|_| retries)),
+            retry: entry.retry.or(batch.retry.filter(|_| can_retry)),
             idempotency_key: entry.idempotency_key.clone().or_else(batch_key),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
@@ -389,13 +392,13 @@ impl BatchExecution {
             return BatchEntryState::Ended { call, omitted_bytes: None };
         }
         self.result_bytes.fetch_sub(size, Ordering::Relaxed);
-        let mut slim = (*call).clone();
-        // A result can override the value of its definition, and the result is dropped here.
-        slim.target.after_execution = AfterExecution::from_call(&call);
-        if let Some(outcome) = &mut slim.outcome {
+        let mut without_result = (*call).clone();
+        // A result can override `after_execution` of its tool's definition, and is dropped here.
+        without_result.target.after_execution = AfterExecution::from_call(&call);
+        if let Some(outcome) = &mut without_result.outcome {
             outcome.data = None;
         }
-        BatchEntryState::Ended { call: Arc::new(slim), omitted_bytes: Some(size) }
+        BatchEntryState::Ended { call: Arc::new(without_result), omitted_bytes: Some(size) }
     }
 }
 
