@@ -1,5 +1,6 @@
-//! A request to run a tool, and its validation before anything is stored: sizes, ranges and names,
-//! then the argument rules of the tool's definition, the defaults of its schema, and the schema.
+//! A request to run a tool, and its validation before anything is stored. `validate_request` checks
+//! sizes, ranges and names; `prepare_arguments` applies the argument rules of the tool's definition
+//! and the defaults of its schema, and checks the result against the schema.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use crate::ports::store::IdempotencyKey;
 use crate::registry::catalog::{Catalog, CatalogEntry, tool_not_found};
 use crate::schema::SchemaProblem;
 
-/// Maximum length of a callback URL.
+/// Maximum length of a callback URL, in bytes.
 const MAX_URL_BYTES: usize = 2_048;
 
 /// A request to run one tool.
@@ -44,7 +45,7 @@ pub struct CallRequest {
     /// Time in milliseconds that the call waits for answers to its tool's elicitation; it does not
     /// count against `timeout_ms`. Default: the policy's, one hour.
     pub input_timeout_ms: Option<u64>,
-    /// Maximum number of attempts after the first.
+    /// Maximum number of attempts after the first. Default: the policy's.
     pub retry: Option<u32>,
     /// Key under which the same agent's repeated request returns the first call.
     pub idempotency_key: Option<String>,
@@ -60,9 +61,10 @@ pub struct CallRequest {
     pub route: Option<Box<Route>>,
     /// URL that receives a webhook when the call has ended.
     pub callback_url: Option<String>,
-    /// True if the request joins an earlier identical call whose answer was not delivered, and if a
-    /// later one may join this call. The ticket then has a delivery ([`Ticket::delivery`]), which
-    /// the requester must mark when it has the answer. Default: false.
+    /// True to join an earlier identical call whose answer was not delivered, and to let a later
+    /// request join this call. The ticket then has a delivery ([`Ticket::delivery`]), which the
+    /// requester must mark when it has the answer. Has no effect with an idempotency key, or if the
+    /// tool only reads. Default: false.
     ///
     /// [`Ticket::delivery`]: crate::calls::Ticket::delivery
     pub rejoin: bool,
@@ -145,15 +147,15 @@ pub(crate) fn fit_applied_arguments(
     fit_to_schema(tool, ExecutedArguments { args, value }, &from_rules, max_args_bytes)
 }
 
-/// Arguments in both of their forms.
+/// Arguments to execute, as JSON text and as a value.
 pub(crate) struct ExecutedArguments<'a> {
     pub(crate) args: Json,
     pub(crate) value: Cow<'a, Value>,
 }
 
-/// Returns the arguments with the schema's defaults, if they match the schema. The rules of the
-/// definition supplied those named in `from_rules`. The schema may close the object to all that a
-/// caller could add, but not to what the definition itself adds.
+/// Returns the arguments with the schema's defaults, if they match the schema. `from_rules` names
+/// those that the definition's argument rules supplied: a schema that forbids unlisted properties
+/// does not refuse them.
 pub(crate) fn fit_to_schema(
     tool: &CatalogEntry,
     given: ExecutedArguments<'_>,
@@ -183,8 +185,8 @@ pub(crate) fn fit_to_schema(
     Err(schema_fault(&summary, &problems).without_side_effect().into())
 }
 
-/// Returns the problems that the caller's arguments have. An argument from the definition's rules
-/// that the schema does not list counts only if the schema needs it.
+/// Returns the problems of the arguments. If they have problems, an argument from the definition's
+/// rules that the schema does not list is left out, and the rest is checked again.
 fn find_problems(tool: &CatalogEntry, args: &Value, from_rules: &[&str]) -> Vec<SchemaProblem> {
     let problems = tool.input_schema.problems(args);
     let is_extra =
@@ -299,6 +301,7 @@ pub(crate) fn validate_request(
     Ok(tool)
 }
 
+/// Checks the sizes, ranges and labels of a request.
 pub(crate) fn check_request(request: &CallRequest, max_args_bytes: usize) -> Result<(), Error> {
     let invalid = |message: String| {
         let fault = Fault::new(Code::ValidationError, message).without_side_effect();
@@ -322,23 +325,23 @@ pub(crate) fn check_request(request: &CallRequest, max_args_bytes: usize) -> Res
     if request.retry.is_some_and(|retry| retry > MAX_RETRIES_LIMIT) {
         return invalid(format!("retry must be from 0 to {MAX_RETRIES_LIMIT}"));
     }
-    let words = [
+    let labels = [
         ("run_id", Some(&request.run_id)),
         ("call_id", request.call_id.as_ref()),
         ("client_id", request.client_id.as_ref()),
         ("user_id", request.user_id.as_ref()),
         ("idempotency_key", request.idempotency_key.as_ref()),
     ];
-    for (field, word) in words {
-        let Some(word) = word else { continue };
-        check_label(field, word)?;
+    for (field, label) in labels {
+        let Some(label) = label else { continue };
+        check_label(field, label)?;
     }
     Ok(())
 }
 
 /// Checks an id or a label that the caller chose.
-pub(crate) fn check_label(field: &str, word: &str) -> Result<(), Error> {
-    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+pub(crate) fn check_label(field: &str, label: &str) -> Result<(), Error> {
+    if label.is_empty() || label.len() > 255 || label.chars().any(char::is_control) {
         let message = format!("{field} must be 1 to 255 bytes without control characters");
         return Err(Fault::new(Code::ValidationError, message).without_side_effect().into());
     }
@@ -360,7 +363,7 @@ pub(crate) fn build_idempotency_key(
 ) -> Option<IdempotencyKey> {
     let key = request.idempotency_key.clone()?;
     let mut hash = Sha256::new();
-    let rest = json!([
+    let fields = json!([
         request.tool,
         request.run_id,
         request.call_id,
@@ -368,11 +371,11 @@ pub(crate) fn build_idempotency_key(
         request.retry,
         request.client_id
     ]);
-    hash.update(rest.to_string().as_bytes());
-    // Stored fingerprints of requests without these fields stay valid.
+    hash.update(fields.to_string().as_bytes());
+    // Added only if they are set, so that stored fingerprints of requests without them stay valid.
     if request.attempt_timeout_ms.is_some() || request.input_timeout_ms.is_some() {
-        let limits = json!([request.attempt_timeout_ms, request.input_timeout_ms]);
-        hash.update(limits.to_string().as_bytes());
+        let timeouts = json!([request.attempt_timeout_ms, request.input_timeout_ms]);
+        hash.update(timeouts.to_string().as_bytes());
     }
     if let Some(url) = &request.callback_url {
         hash.update(Value::from(url.as_str()).to_string().as_bytes());
@@ -386,8 +389,8 @@ pub(crate) fn build_idempotency_key(
 pub(crate) fn check_callback_url(core: &Core, caller: &Caller, url: &str) -> Result<String, Error> {
     let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
         Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
-    } else if let Some(notifier) = &core.webhook_sender {
-        notifier.check_url(&caller.project, url)
+    } else if let Some(sender) = &core.webhook_sender {
+        sender.check_url(&caller.project, url)
     } else {
         Err("cannot be used here: delivery of callbacks is not set up".to_owned())
     };

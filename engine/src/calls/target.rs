@@ -1,5 +1,5 @@
 //! Routes a call: resolves its tool and fallbacks, its client, and the concurrency limits that
-//! apply; stops it if the access rules no longer allow its tool.
+//! apply; ends it if a kill switch covers it.
 
 use std::borrow::Cow;
 use std::collections::HashMap;

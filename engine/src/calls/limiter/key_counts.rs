@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::hash::Hash;
 
-/// Number of keys that stay in the map at zero. Most of them are used again at once.
+/// Maximum number of keys that stay in the map at zero. Most of them are used again soon.
 const MAX_IDLE_KEYS: usize = 1_024;
 
 /// Counts by key. A missing key counts as zero.
@@ -17,37 +17,38 @@ impl<K> Default for KeyCounts<K> {
 }
 
 impl<K: Hash + Eq + Clone> KeyCounts<K> {
-    pub(crate) fn get<Q: Hash + Eq + ?Sized>(&self, name: &Q) -> u32
+    /// Returns the count of a key.
+    pub(crate) fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> u32
     where
         K: Borrow<Q>,
     {
-        self.0.get(name).copied().unwrap_or(0)
+        self.0.get(key).copied().unwrap_or(0)
     }
 
     /// Increments a count and returns the new value.
-    pub(crate) fn increment(&mut self, name: &K) -> u32 {
-        match self.0.get_mut(name) {
+    pub(crate) fn increment(&mut self, key: &K) -> u32 {
+        match self.0.get_mut(key) {
             Some(count) => {
                 *count += 1;
                 *count
             }
             None => {
-                self.0.insert(name.clone(), 1);
+                self.0.insert(key.clone(), 1);
                 1
             }
         }
     }
 
     /// Decrements a count, unless it is zero.
-    pub(crate) fn decrement<Q: Hash + Eq + ?Sized>(&mut self, name: &Q)
+    pub(crate) fn decrement<Q: Hash + Eq + ?Sized>(&mut self, key: &Q)
     where
         K: Borrow<Q>,
     {
         let is_over_limit = self.0.len() > MAX_IDLE_KEYS;
-        if let Some(count) = self.0.get_mut(name) {
+        if let Some(count) = self.0.get_mut(key) {
             *count = count.saturating_sub(1);
             if *count == 0 && is_over_limit {
-                self.0.remove(name);
+                self.0.remove(key);
             }
         }
     }
@@ -61,13 +62,13 @@ mod tests {
     fn idle_keys_are_removed() {
         let mut counts = KeyCounts::<String>::default();
         for n in 0..10 * MAX_IDLE_KEYS {
-            let name = format!("name {n}");
-            assert_eq!((counts.increment(&name), counts.increment(&name)), (1, 2));
-            counts.decrement(name.as_str());
-            assert_eq!(counts.get(name.as_str()), 1);
-            counts.decrement(name.as_str());
-            counts.decrement(name.as_str());
-            assert_eq!(counts.get(name.as_str()), 0);
+            let key = format!("key {n}");
+            assert_eq!((counts.increment(&key), counts.increment(&key)), (1, 2));
+            counts.decrement(key.as_str());
+            assert_eq!(counts.get(key.as_str()), 1);
+            counts.decrement(key.as_str());
+            counts.decrement(key.as_str());
+            assert_eq!(counts.get(key.as_str()), 0);
         }
         assert!(counts.0.len() <= MAX_IDLE_KEYS + 1, "{}", counts.0.len());
     }

@@ -120,7 +120,7 @@ pub struct KeyAttributes {
     /// Patterns of the tools that the key is limited to; `None` sets no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tools: Option<Vec<String>>,
-    /// Networks in CIDR notation that the key may be used from; none set no limit.
+    /// Networks in CIDR notation that the key may be used from; empty for no limit.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<String>,
     /// Attributes that requests with the key may assert by headers.
@@ -154,10 +154,10 @@ pub struct ApiKey {
     /// Time from which the key is no longer valid, in Unix milliseconds; `None` for a key without
     /// an end. A rotation sets it to the end of the overlap.
     pub expires_ms: Option<u64>,
-    /// Time of revocation, in Unix milliseconds; `None` while the key is valid. A key that expired
-    /// is revoked then, so that no change of the clock makes it valid again.
+    /// Time of revocation, in Unix milliseconds; `None` if it is not revoked. A key that has
+    /// expired is revoked within a second, so that no change of the clock makes it valid again.
     pub revoked_ms: Option<u64>,
-    /// False if requests of its agent never join an earlier call.
+    /// False if requests of its agent, with any key, never join an earlier call.
     pub rejoin: bool,
 }
 
@@ -207,6 +207,8 @@ pub enum CredentialStatus {
 }
 
 impl CredentialStatus {
+    /// Returns the status at this time. A revocation at or after the end only made the expiry
+    /// durable.
     fn at(now_ms: u64, revoked_ms: Option<u64>, expires_ms: Option<u64>) -> Self {
         match (revoked_ms, expires_ms) {
             (Some(revoked), Some(expires)) if revoked >= expires => Self::Expired,
@@ -261,7 +263,7 @@ pub struct SessionToken {
     pub created_ms: u64,
     /// Time from which the token is no longer valid, in Unix milliseconds.
     pub expires_ms: u64,
-    /// Time of revocation, in Unix milliseconds; `None` while the token is valid.
+    /// Time of revocation, in Unix milliseconds; `None` if it is not revoked.
     pub revoked_ms: Option<u64>,
 }
 
@@ -304,11 +306,11 @@ pub fn networks_contain(networks: &[IpNet], address: IpAddr) -> bool {
     networks.iter().any(|network| network.contains(&address))
 }
 
-/// Checks the name of a user, a session, a group or an environment: visible ASCII without a comma
-/// or a star, because lists and patterns use them.
+/// Checks the name of a user, a session, a group or an environment: visible ASCII without the
+/// characters that lists, patterns and quoted texts use.
 pub fn check_attribute_name(field: &str, name: &str) -> Result<(), String> {
-    let plain = |c: char| c.is_ascii_graphic() && !",*\"\\".contains(c);
-    if (1..=MAX_NAME_LENGTH).contains(&name.len()) && name.chars().all(plain) {
+    let is_allowed = |c: char| c.is_ascii_graphic() && !",*\"\\".contains(c);
+    if (1..=MAX_NAME_LENGTH).contains(&name.len()) && name.chars().all(is_allowed) {
         return Ok(());
     }
     Err(format!(
@@ -400,8 +402,8 @@ mod tests {
         let expiring = ApiKey { expires_ms: Some(100), ..key(&[Role::Agent]) };
         assert_eq!(expiring.status(99), CredentialStatus::Active);
         assert_eq!(expiring.status(100), CredentialStatus::Expired);
-        let swept = ApiKey { revoked_ms: Some(101), ..expiring.clone() };
-        assert_eq!(swept.status(50), CredentialStatus::Expired);
+        let ended = ApiKey { revoked_ms: Some(101), ..expiring.clone() };
+        assert_eq!(ended.status(50), CredentialStatus::Expired);
         let revoked = ApiKey { revoked_ms: Some(99), ..expiring };
         assert_eq!(revoked.status(50), CredentialStatus::Revoked);
     }

@@ -1,8 +1,9 @@
 //! The part of the store port for undelivered requests: requests that made a call or a run, and
 //! whose requester has received neither a ticket nor a result.
 //!
-//! A row is written in the commit of the call or run itself, and removed some time after the
-//! answer was delivered. After a restart every remaining row belongs to a requester that is gone.
+//! A row is written in the commit that creates the call or run, or with the checkpoints of a
+//! conversation, and removed a moment after the answer was delivered. After a restart every
+//! remaining row belongs to a requester that is gone. `calls/rejoin.rs` uses them.
 
 use async_trait::async_trait;
 
