@@ -200,7 +200,7 @@ impl Dispatcher {
 /// Returns the members of a call whose attempts in flight are limited.
 fn slot_members(limits: &UsageLimitSet, call: &Call) -> Option<Arc<SlotMembers>> {
     let takes_no_slot = matches!(call.target.executor, Executor::CALLER | Executor::AGENT);
-    if !limits.limits_parallel_members() || takes_no_slot {
+    if !limits.limits_caller_concurrency() || takes_no_slot {
         return None;
     }
     let limited = |kind: LimitKind, name: &str| {

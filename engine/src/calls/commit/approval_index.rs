@@ -1,5 +1,5 @@
-//! In-memory index of the standing approvals, and of the calls that wait for an approval, by a key
-//! of caller, run, tool and arguments. Both are rebuilt at the start.
+//! In-memory index of the standing approvals, by their ids, and of the calls that wait for an
+//! approval, by a digest of caller, run, tool and arguments. Both are rebuilt at the start.
 
 use std::collections::HashMap;
 
@@ -33,25 +33,25 @@ impl ApprovalIndex {
         now_ms: u64,
     ) -> Option<StandingApproval> {
         let standing = self.standing.read();
-        let mut active = standing.values().filter(|one| one.project == project);
-        let covers = |one: &&StandingApproval| {
-            one.is_active(now_ms) && one.covers(requester, run_id, digest)
+        let mut of_project = standing.values().filter(|approval| approval.project == project);
+        let releases = |approval: &&StandingApproval| {
+            approval.is_active(now_ms) && approval.covers(requester, run_id, digest)
         };
-        active.find(covers).cloned()
+        of_project.find(releases).cloned()
     }
 
-    /// Returns one standing approval.
+    /// Returns the standing approval with this id, even if it is no longer active.
     pub(crate) fn standing(&self, id: &str) -> Option<StandingApproval> {
         self.standing.read().get(id).cloned()
     }
 
-    /// Returns the standing approvals of a project, oldest first.
+    /// Returns the standing approvals of a project, active or not, oldest first.
     pub(crate) fn standing_of(&self, project: &str) -> Vec<StandingApproval> {
         let standing = self.standing.read();
-        let own = standing.values().filter(|one| one.project == project);
-        let mut own: Vec<StandingApproval> = own.cloned().collect();
-        own.sort_by(|a, b| a.id.cmp(&b.id));
-        own
+        let of_project = standing.values().filter(|approval| approval.project == project);
+        let mut of_project: Vec<StandingApproval> = of_project.cloned().collect();
+        of_project.sort_by(|a, b| a.id.cmp(&b.id));
+        of_project
     }
 
     /// Records the present state of a call: equal calls join it while it waits for an approval.
@@ -68,21 +68,22 @@ impl ApprovalIndex {
         }
     }
 
-    /// Returns every call that waits.
+    /// Returns every call that waits for an approval.
     pub(crate) fn waiting_calls(&self) -> Vec<CallId> {
         self.waiting.lock().values().flatten().cloned().collect()
     }
 
-    /// Returns the waiting calls that equal this one, oldest first.
+    /// Returns the waiting calls that equal this one, in the order of their last updates.
     pub(crate) fn equal_calls(&self, call: &Call) -> Vec<CallId> {
         self.waiting.lock().get(&equality_key(call)).cloned().unwrap_or_default()
     }
 }
 
-/// Computes what makes two calls equal: caller, run, tool and requested arguments.
+/// Computes the digest by which calls are equal: of caller, run, tool and requested arguments.
 fn equality_key(call: &Call) -> String {
     let (origin, attributes) = (&call.origin, &call.origin.attributes);
     let args = call.args.canonical_text();
+    // An absent attribute differs from an empty one.
     let optional =
         |text: &Option<String>| text.clone().map_or_else(String::new, |t| format!("={t}"));
     let (user, session) = (optional(&attributes.user), optional(&attributes.session));

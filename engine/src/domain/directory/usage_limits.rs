@@ -1,9 +1,9 @@
 //! Usage limits: the number of calls that an agent, a user, a tool or a project may make per
 //! minute, have open, and run at the same time. Pure.
 //!
-//! A limit belongs to a project and names one member of a kind, or `*` for each member without a
-//! limit of its own. Limits of the configuration hold in every project, in addition to the stored
-//! ones: the stricter value applies.
+//! A limit belongs to a project and names one member of a kind, or `*`, whose values apply to each
+//! member that has none of its own. Limits of the configuration hold in every project, in addition
+//! to the stored ones: the stricter value applies.
 
 use std::collections::HashMap;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use std::str::FromStr;
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 
-/// Name that stands for every member of a kind that has no value of its own.
+/// Name that stands for each member of a kind. Its values apply where the member has none.
 pub const EVERY_MEMBER: &str = "*";
 
 /// The kind of member that a limit counts.
@@ -67,26 +67,26 @@ impl LimitValues {
         self == Self::default()
     }
 
-    /// Returns these values; those that are absent are taken from `others`.
-    pub fn or(self, others: Self) -> Self {
+    /// Returns these values; those that are absent are taken from `defaults`.
+    pub fn or(self, defaults: Self) -> Self {
         Self {
-            per_minute: self.per_minute.or(others.per_minute),
-            max_open: self.max_open.or(others.max_open),
-            max_parallel: self.max_parallel.or(others.max_parallel),
+            per_minute: self.per_minute.or(defaults.per_minute),
+            max_open: self.max_open.or(defaults.max_open),
+            max_parallel: self.max_parallel.or(defaults.max_parallel),
         }
     }
 
     /// Returns the lower of each pair of values.
-    pub fn stricter(self, others: Self) -> Self {
+    pub fn stricter(self, other: Self) -> Self {
         Self {
-            per_minute: stricter(self.per_minute, others.per_minute),
-            max_open: stricter(self.max_open, others.max_open),
-            max_parallel: stricter(self.max_parallel, others.max_parallel),
+            per_minute: stricter(self.per_minute, other.per_minute),
+            max_open: stricter(self.max_open, other.max_open),
+            max_parallel: stricter(self.max_parallel, other.max_parallel),
         }
     }
 }
 
-/// Returns the lower of two limits, of which each may be absent.
+/// Returns the lower of two limits; an absent one sets no limit.
 pub fn stricter(one: Option<u32>, other: Option<u32>) -> Option<u32> {
     match (one, other) {
         (Some(one), Some(other)) => Some(one.min(other)),
@@ -208,7 +208,7 @@ fn find_values(values: &ValuesByName, name: &str) -> LimitValues {
 pub struct UsageLimitSet {
     kinds: [KindLimits; 4],
     has_limits: bool,
-    limits_parallel_members: bool,
+    limits_caller_concurrency: bool,
 }
 
 impl UsageLimitSet {
@@ -216,23 +216,23 @@ impl UsageLimitSet {
     pub fn new(stored: &[UsageLimit], configured: &[ConfiguredLimit]) -> Self {
         let mut kinds: [KindLimits; 4] = Default::default();
         for limit in stored {
-            // Limits of projects are found by name alone; `*` is no project's name.
+            // A limit of the kind project is found by its name alone, under no project. No project
+            // is named `*`.
             let project = if limit.kind == LimitKind::Project { "" } else { &limit.project };
-            let of_project = kinds[limit.kind as usize].by_project.entry(project.to_owned());
-            of_project.or_default().insert(limit.name.clone(), limit.values);
+            let by_name = kinds[limit.kind as usize].by_project.entry(project.to_owned());
+            by_name.or_default().insert(limit.name.clone(), limit.values);
         }
         for limit in configured {
             kinds[limit.kind as usize].configured.insert(limit.name.clone(), limit.values);
         }
-        let is_member = |kind: &LimitKind| matches!(kind, LimitKind::Agent | LimitKind::User);
         let values_of = |kind: LimitKind| {
             let kind = &kinds[kind as usize];
             kind.by_project.values().flat_map(HashMap::values).chain(kind.configured.values())
         };
-        let mut members = LimitKind::ALL.into_iter().filter(is_member).flat_map(values_of);
-        let limits_parallel_members = members.any(|values| values.max_parallel.is_some());
+        let mut caller_values = [LimitKind::Agent, LimitKind::User].into_iter().flat_map(values_of);
+        let limits_caller_concurrency = caller_values.any(|values| values.max_parallel.is_some());
         let has_limits = !kinds.iter().all(KindLimits::is_empty);
-        Self { kinds, has_limits, limits_parallel_members }
+        Self { kinds, has_limits, limits_caller_concurrency }
     }
 
     /// Returns true if there is no limit.
@@ -241,8 +241,8 @@ impl UsageLimitSet {
     }
 
     /// Returns true if the attempts in flight of an agent or a user are limited.
-    pub fn limits_parallel_members(&self) -> bool {
-        self.limits_parallel_members
+    pub fn limits_caller_concurrency(&self) -> bool {
+        self.limits_caller_concurrency
     }
 
     /// Returns the values for one member.
@@ -319,8 +319,8 @@ impl RateWindow {
         self.total
     }
 
-    /// Adds an event that happened at `at_ms`. A time in the future counts as now, and one before
-    /// the window as none.
+    /// Adds an event that happened at `at_ms`. An event in the future counts as one of now, and one
+    /// before the window is not counted.
     pub fn record(&mut self, at_ms: u64, now_ms: u64) {
         self.advance(now_ms);
         let slot = (at_ms / SLOT_MS).min(self.newest);
@@ -340,7 +340,7 @@ impl RateWindow {
         }
     }
 
-    /// Returns the time until fewer than `limit` events are in the window: 0 if they are now.
+    /// Returns the time until fewer than `limit` events are in the window; 0 if there are now.
     pub fn wait_ms(&mut self, limit: u32, now_ms: u64) -> u64 {
         self.advance(now_ms);
         let mut remaining = self.total;
