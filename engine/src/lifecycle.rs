@@ -12,10 +12,13 @@
 //!   RUNNING ── input required ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
 //!   an attempt in flight ── its time is over ──▶ PENDING(retry) | TIMEOUT | FAILED
 //!   PENDING(after) ── its predecessor has ended ──▶ PENDING(queue)
-//!   PENDING(queue) ── approval required ──▶ PENDING(approval) ── approved ──▶ PENDING(queue)
+//!   PENDING(queue) ── approval required ──▶ PENDING(approval)
+//!   PENDING(approval) ── approved, or no longer required ──▶ PENDING(queue)
+//!   PENDING(approval) ── approved with other arguments ──▶ PENDING(after), until the new call ends
 //!   PENDING(approval) ── rejected, expired ──▶ FAILED
+//!   PENDING ── the access rules deny it ──▶ FAILED
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
-//!   any open state ── a rule of the system, a kill switch ──▶ FAILED
+//!   any open state ── abort by Toolcrib, kill switch ──▶ FAILED
 //! ```
 
 pub(crate) mod approvals;
@@ -152,7 +155,8 @@ pub enum Event {
         /// Reason of the requester, as shown in the outcome.
         reason: Option<String>,
     },
-    /// A rule of the system ends the call: no caller asked for it.
+    /// Toolcrib ends the call, and no caller requested that: its UTP step was not dispatched, or
+    /// its MCP client cannot answer the tool's questions.
     Abort {
         /// The reason, which becomes the error of the call.
         fault: Fault,

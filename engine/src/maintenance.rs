@@ -1,7 +1,8 @@
 //! Reconcilers: loops that take no input, compare the current state with the desired one, and act.
 //!
-//! Each has a `run_once` that tests call directly, and runs on a timer and a signal. Restart,
-//! failover and normal operation use the same path.
+//! Each runs on a timer, a signal or both, and most have a `run_once` that tests call directly.
+//! Restart, failover and normal operation use the same path. Webhooks have their own:
+//! `webhooks/dispatcher.rs`, and `approvals/webhook.rs`.
 
 pub(crate) mod audit_retention;
 pub mod claim_queued;

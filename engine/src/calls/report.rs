@@ -113,8 +113,8 @@ impl Calls {
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
     }
 
-    /// Ends a call that a rule of the system stops: it is FAILED with this fault, and its executor
-    /// is stopped. A call that its own caller no longer wants is canceled ([`Calls::cancel`]).
+    /// Ends a call that Toolcrib itself stops: it is FAILED with this fault, and its executor is
+    /// stopped. A call that its own caller no longer wants is canceled ([`Calls::cancel`]).
     pub async fn abort(
         &self,
         caller: &Caller,

@@ -1,5 +1,5 @@
-//! Stops of a call that no executor decides: by its caller, by a rule of the system, by the access
-//! rules. Pure.
+//! Stops of a call that no executor decides: by its caller, by Toolcrib itself, by the access
+//! rules, by a kill switch. Pure.
 
 use super::{
     Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, ignored_record,
@@ -10,7 +10,7 @@ use crate::domain::event::EventKind;
 use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::tool::Effect;
 
-/// Ends a call because of a rule of the system. The status is FAILED and not CANCELED, which is
+/// Ends a call that Toolcrib itself stops. The status is FAILED and not CANCELED, which is
 /// for calls that their callers cancel: the first version of the API knows only SUCCEEDED, FAILED
 /// and TIMEOUT, and its callers would wait for an end that never comes.
 pub(super) fn abort(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {

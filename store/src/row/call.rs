@@ -2,7 +2,8 @@
 //! never changes, and a state that each commit replaces; the last two are JSON.
 //!
 //! A field that no query filters by goes into the envelope or the state, with `serde(default)` and
-//! without a migration. A column also needs a migration and the SQL of both databases:
+//! without a migration. A column also needs a migration and the SQL of both databases
+//! (`sqlite/writer/call_inserts.rs`, `sqlite/calls.rs`, `postgres/calls.rs`):
 //! `docs/ARCHITECTURE.md` has the steps under "Add a column to calls".
 
 use std::borrow::Cow;
