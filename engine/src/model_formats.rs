@@ -41,7 +41,7 @@ pub enum CallFormat {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedToolCall {
     /// Format in which the call was written.
-    pub form: CallFormat,
+    pub format: CallFormat,
     /// The caller's own id. Models repeat theirs; the id is returned in the answer and never
     /// compared.
     pub id: Option<String>,
@@ -66,7 +66,7 @@ pub struct ParsedToolCall {
 impl ParsedToolCall {
     fn new(format: CallFormat, id: Option<String>, name: String, args: Json) -> Self {
         Self {
-            form: format,
+            format,
             id: normalize_id(format, id),
             name,
             args,
@@ -84,7 +84,7 @@ impl ParsedToolCall {
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallParseError {
     /// Format in which the call was written, as far as it was recognized.
-    pub form: CallFormat,
+    pub format: CallFormat,
     /// The caller's own id of the call, if it could be read.
     pub id: Option<String>,
     /// Tool name as written, if it could be read.
@@ -95,7 +95,7 @@ pub struct CallParseError {
 
 impl CallParseError {
     fn new(format: CallFormat, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
-        Self { form: format, id: normalize_id(format, id), name, fault: Box::new(fault) }
+        Self { format, id: normalize_id(format, id), name, fault: Box::new(fault) }
     }
 }
 
@@ -113,7 +113,7 @@ fn normalize_id(format: CallFormat, id: Option<String>) -> Option<String> {
 /// let asked = r#"{"id":"call_0","type":"function",
 ///                 "function":{"name":"calc__add","arguments":"{\"a\":1}"}}"#;
 /// let entry = model_formats::parse(&Json::parse(asked)?).unwrap();
-/// assert_eq!((entry.form, entry.args.text()), (CallFormat::OpenAi, r#"{"a":1}"#));
+/// assert_eq!((entry.format, entry.args.text()), (CallFormat::OpenAi, r#"{"a":1}"#));
 /// # Ok::<(), toolcrib::domain::json::JsonError>(())
 /// ```
 pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {

@@ -40,7 +40,7 @@ fn the_chat_completions_format_is_parsed_and_answered() {
             "function": {"name": "get_weather", "arguments": "{\"location\": \"Paris\", \"n\": 1.10}"}}"#,
     )
     .unwrap();
-    assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::OpenAi, Some("call_abc123")));
+    assert_eq!((entry.format, entry.id.as_deref()), (CallFormat::OpenAi, Some("call_abc123")));
     assert_eq!(entry.name, "get_weather");
     assert_eq!(entry.args.text(), r#"{"location": "Paris", "n": 1.10}"#);
     let expected = json!({"role": "tool", "tool_call_id": "call_0", "content": "{\"temp\": 1.10}"});
@@ -55,7 +55,7 @@ fn the_chat_completions_format_is_parsed_and_answered() {
 fn loose_chat_completions_calls_are_accepted() {
     let entry = read(r#"{"function": {"name": "a", "arguments": {"x": 1}}}"#).unwrap();
     assert_eq!(
-        (entry.form, entry.id, entry.args.text()),
+        (entry.format, entry.id, entry.args.text()),
         (CallFormat::OpenAi, None, r#"{"x": 1}"#)
     );
     for arguments in [r#""""#, r#""  ""#, "null"] {
@@ -72,7 +72,7 @@ fn the_responses_format_is_parsed_and_answered() {
             "name": "get_weather", "arguments": "{\"location\":\"Paris\"}"}"#,
     )
     .unwrap();
-    assert_eq!((entry.form, entry.id.as_deref()), (CallFormat::Responses, Some("call_xyz")));
+    assert_eq!((entry.format, entry.id.as_deref()), (CallFormat::Responses, Some("call_xyz")));
     assert_eq!(entry.args.text(), r#"{"location":"Paris"}"#);
     let item = answer_in(CallFormat::Responses, true);
     let content = "{\"temp\": 1.10}";
@@ -87,7 +87,7 @@ fn the_anthropic_format_is_parsed_and_answered() {
             "input": {"location": "San Francisco, CA", "unit": "celsius"}}"#,
     )
     .unwrap();
-    assert_eq!(entry.form, CallFormat::Anthropic);
+    assert_eq!(entry.format, CallFormat::Anthropic);
     assert_eq!(entry.id.as_deref(), Some("toolu_01A09q90qw90lq917835lq9"));
     assert_eq!(entry.args.to_value()["unit"], "celsius");
     let block = answer_in(CallFormat::Anthropic, true);
@@ -97,7 +97,7 @@ fn the_anthropic_format_is_parsed_and_answered() {
     let (parse_error, detail) =
         fault(r#"{"type": "tool_use", "id": "t", "name": "a", "input": "{}"}"#);
     assert_eq!(
-        (parse_error.form, detail["pointer"].as_str()),
+        (parse_error.format, detail["pointer"].as_str()),
         (CallFormat::Anthropic, Some("/input"))
     );
 }
@@ -110,7 +110,7 @@ fn the_envelope_format_is_parsed_and_answered() {
     )
     .unwrap();
     assert_eq!(
-        (entry.form, entry.timeout_ms, entry.retry),
+        (entry.format, entry.timeout_ms, entry.retry),
         (CallFormat::Envelope, Some(8_000), Some(1))
     );
     assert_eq!(entry.idempotency_key, None, "null counts as absent");
@@ -130,7 +130,10 @@ fn arguments_that_are_not_json_are_reported_with_their_location() {
     let text = r#"{"id": "call_1", "type": "function",
         "function": {"name": "w", "arguments": "{\"city\":\n \"Köln\", \"days\": three}"}}"#;
     let (parse_error, detail) = fault(text);
-    assert_eq!((parse_error.form, parse_error.id.as_deref()), (CallFormat::OpenAi, Some("call_1")));
+    assert_eq!(
+        (parse_error.format, parse_error.id.as_deref()),
+        (CallFormat::OpenAi, Some("call_1"))
+    );
     assert_eq!(parse_error.name.as_deref(), Some("w"));
     assert_eq!(detail["pointer"], "/function/arguments");
     let arguments = "{\"city\":\n \"Köln\", \"days\": three}";

@@ -36,7 +36,7 @@ pub enum BatchEntryState {
 #[derive(Debug, Clone)]
 pub struct BatchEntryResult {
     /// Format of the entry, and of its answer.
-    pub form: CallFormat,
+    pub format: CallFormat,
     /// The caller's own call id; derived from the entry's index if a model sent none.
     pub call_id: Option<String>,
     /// Tool name as written in the request.
@@ -120,9 +120,9 @@ impl BatchEntryResult {
         resolution: Option<EntryResolution>,
     ) -> Self {
         let (format, id, name, refused) = match parsed {
-            Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
+            Ok(entry) => (entry.format, entry.id.clone(), Some(entry.name.clone()), None),
             Err(error) => {
-                let CallParseError { form: format, id, name, fault } = error.clone();
+                let CallParseError { format, id, name, fault } = error.clone();
                 (format, id, name, Some(fault))
             }
         };
@@ -135,7 +135,7 @@ impl BatchEntryResult {
             (None, None) => EntryResolution::from(BatchEntryState::Refused(internal_error())),
         };
         Self {
-            form: format,
+            format,
             call_id: id.or_else(derive_id),
             name,
             state,
@@ -230,7 +230,7 @@ impl BatchEntryResult {
             (BatchEntryState::Open(call), _) => {
                 shorten::shorten_pending(&pending_notice(call), budget)
             }
-            (_, Some(fault)) if self.form == CallFormat::Envelope => {
+            (_, Some(fault)) if self.format == CallFormat::Envelope => {
                 self.shorten_fault_message(fault, budget)
             }
             (_, Some(fault)) => shorten::shorten_fault(fault, budget),
@@ -260,14 +260,14 @@ impl BatchEntryResult {
     /// Returns the images, recordings and files of the result. The envelope format has them in its
     /// data, so the list is empty there.
     fn media(&self) -> Vec<MediaPart> {
-        let data = self.data().filter(|_| self.form != CallFormat::Envelope);
+        let data = self.data().filter(|_| self.format != CallFormat::Envelope);
         let content = data.and_then(mcp_content::read_content);
         content.map(|content| content.media).unwrap_or_default()
     }
 
     /// Returns the message with the media of the result, if the format needs one of its own.
     pub(crate) fn media_message(&self) -> Option<Json> {
-        if self.form != CallFormat::OpenAi {
+        if self.format != CallFormat::OpenAi {
             return None;
         }
         let media = self.media();
@@ -301,7 +301,7 @@ impl BatchEntryResult {
             pending,
             media: &self.media(),
         };
-        model_formats::answer_message(self.form, self.call_id.as_deref(), &answer)
+        model_formats::answer_message(self.format, self.call_id.as_deref(), &answer)
     }
 }
 

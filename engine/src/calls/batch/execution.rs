@@ -78,7 +78,7 @@ pub(super) struct RenderedEntry {
     pub(super) text: Option<String>,
 }
 
-/// Renders an entry in the form that the caller requested.
+/// Renders an entry as the caller requested it.
 pub type EntryRenderer = fn(&BatchEntryResult) -> String;
 
 /// A batch in execution.

@@ -24,7 +24,7 @@ pub(super) struct LateResult {
 /// Converts a call that ended late to a batch entry result.
 pub(super) fn late_entry_result(pending: &PendingCall, call: Arc<Call>) -> BatchEntryResult {
     BatchEntryResult {
-        form: CallFormat::OpenAi,
+        format: CallFormat::OpenAi,
         call_id: Some(pending.call_id.clone()),
         name: Some(pending.name.clone()),
         state: BatchEntryState::Ended { call, omitted_bytes: None },
