@@ -54,8 +54,8 @@ pub(super) struct ToolBody {
     #[serde(rename = "async")]
     background: bool,
     description: String,
-    /// Executor of the tool: `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (you execute
-    /// it).
+    /// Executor of the tool: `builtin`, `client`, `utp`, `mcp`, `http`, `agent`, `internal` or
+    /// `caller` (you execute it).
     executor: String,
     /// `read`, `idempotent` or `irreversible`.
     effect: String,
@@ -190,7 +190,8 @@ pub(super) struct CallBody<'a> {
     /// Time that the call waits for answers to its tool's questions. It does not count against the
     /// deadline: while the call waits, `deadline_at_ms` is the end of that wait.
     input_timeout_ms: u64,
-    /// `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (the caller executed it).
+    /// `builtin`, `client`, `utp`, `mcp`, `http`, `agent`, `internal`, `handoff` or `caller` (the
+    /// caller executed it).
     executor: &'static str,
     effect: &'static str,
     /// The tool that ran. Differs from `tool_name` after a fallback.
