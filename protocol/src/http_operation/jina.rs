@@ -5,7 +5,7 @@ use reqwest::Url;
 use serde_json::{Map, Value};
 use toolcrib::domain::fault::Fault;
 
-use super::request::{EnvironmentLookup, append_query, reject_dot_segments};
+use super::request::{SecretLookup, append_query, reject_dot_segments};
 use super::{OperationRequest, ResponseMapping, bad_request_fault, check_header, percent_encode};
 use crate::secrets::redaction::SecretRedactor;
 
@@ -108,14 +108,14 @@ pub(super) fn method(options: &Value) -> String {
     method.unwrap_or_else(|| "GET".to_owned())
 }
 
-/// Builds the request for these arguments. They include values from the environment, which are in
-/// `secrets` as well.
+/// Builds the request for these arguments. The caller has already added the arguments that come
+/// from the environment, and their values to `secrets`.
 pub fn build_request(
     options: &Value,
     endpoints: &JinaEndpoints,
     args: &Map<String, Value>,
     mut secrets: SecretRedactor,
-    environment: EnvironmentLookup<'_>,
+    lookup_secret: SecretLookup<'_>,
 ) -> Result<OperationRequest, Fault> {
     let read = JinaOptions::from_options(options).map_err(bad_request_fault)?;
     let (mode, base) = resolve_mode_and_base(&read, endpoints)?;
@@ -152,7 +152,7 @@ pub fn build_request(
         let bytes = Value::Object(params).to_string().into_bytes();
         body = Some(("application/json".to_owned(), bytes));
     }
-    let headers = build_headers(&read, &mut secrets, environment);
+    let headers = build_headers(&read, &mut secrets, lookup_secret);
     let (timeout_s, mapping) = (timeout_s(options), ResponseMapping::default());
     Ok(OperationRequest {
         method,
@@ -225,7 +225,7 @@ fn resolve_mode_and_base(
 fn build_headers(
     read: &JinaOptions<'_>,
     secrets: &mut SecretRedactor,
-    environment: EnvironmentLookup<'_>,
+    lookup_secret: SecretLookup<'_>,
 ) -> Vec<(String, String)> {
     let mut headers: Vec<(String, String)> = Vec::new();
     let mut set = |name: &str, value: String| {
@@ -249,7 +249,7 @@ fn build_headers(
     let configured = read.jina["auth_env"].as_str().map(str::trim).filter(|name| !name.is_empty());
     let name =
         configured.or_else(|| read.openapi["auth"]["env"].as_str()).unwrap_or(DEFAULT_KEY_VARIABLE);
-    match environment(name) {
+    match lookup_secret(name) {
         Some(key) => {
             secrets.add(&key);
             set("authorization", format!("Bearer {key}"));

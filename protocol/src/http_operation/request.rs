@@ -1,4 +1,4 @@
-//! Builds the HTTP request of an operation from arguments.
+//! Builds the HTTP request of an operation from the arguments of a call.
 
 use std::collections::BTreeSet;
 
@@ -13,9 +13,9 @@ use super::{
 use crate::secrets::SecretReference;
 use crate::secrets::redaction::SecretRedactor;
 
-/// Looks up an environment variable. Returns `None` if access is not allowed or the variable is
-/// empty.
-pub(crate) type EnvironmentLookup<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
+/// Looks up the value of an environment variable, or of a secret by its reference (`env:NAME`,
+/// `file:/path`). Returns `None` if the tool may not use it, or if it is not set or empty.
+pub(crate) type SecretLookup<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
 
 /// A request to send.
 #[derive(Debug, Clone)]
@@ -32,23 +32,24 @@ pub struct OperationRequest {
     /// Timeout of the response in seconds, if the definition sets one.
     pub timeout_s: Option<f64>,
     pub mapping: ResponseMapping,
-    /// True if the response is parsed as Jina's: measured, wrapped, and with errors in its body.
+    /// True for a request to Jina. Its result has `latency_ms`, and a body with `error` fails the
+    /// call even if the status is a success.
     pub jina: bool,
 }
 
 impl HttpOperation {
-    /// Builds the request for these arguments. They include values from the environment, which are
-    /// in `secrets` as well.
+    /// Builds the request for these arguments. The caller has already added the arguments that come
+    /// from the environment, and their values to `secrets`.
     pub fn build_request(
         &self,
         args: &Map<String, Value>,
         secrets: SecretRedactor,
-        environment: EnvironmentLookup<'_>,
+        lookup_secret: SecretLookup<'_>,
     ) -> Result<OperationRequest, Fault> {
-        let mut used = BTreeSet::new();
+        let mut used_args = BTreeSet::new();
         let mut request = OperationRequest {
             method: self.method.to_ascii_uppercase(),
-            url: self.build_url(args, &mut used)?,
+            url: self.build_url(args, &mut used_args)?,
             headers: self.headers.clone().into_iter().collect(),
             body: None,
             basic_auth: None,
@@ -60,7 +61,7 @@ impl HttpOperation {
         let (mut query, mut cookies) = (Vec::new(), Vec::new());
         for parameter in self.parameters.iter().filter(|p| p.location != ParameterLocation::Path) {
             let name = parameter.arg.as_ref().unwrap_or(&parameter.name);
-            used.insert(name.clone());
+            used_args.insert(name.clone());
             let Some(value) = args.get(name).filter(|value| !value.is_null()) else { continue };
             match parameter.location {
                 ParameterLocation::Query => parameter.append_pairs(value, &mut query),
@@ -71,9 +72,9 @@ impl HttpOperation {
                 }
             }
         }
-        request.body = self.build_body(args, &used, &mut query)?;
-        resolve_header_references(&mut request, self.headers.len(), environment)?;
-        self.apply_credentials(&mut request, &mut query, &mut cookies, environment)?;
+        request.body = self.build_body(args, &used_args, &mut query)?;
+        resolve_header_references(&mut request, self.headers.len(), lookup_secret)?;
+        self.apply_credentials(&mut request, &mut query, &mut cookies, lookup_secret)?;
         if !query.is_empty() {
             request.url.query_pairs_mut().extend_pairs(query);
         }
@@ -85,10 +86,12 @@ impl HttpOperation {
         Ok(request)
     }
 
+    /// Fills the path parameters into the URL of the definition, and records their arguments in
+    /// `used_args`.
     fn build_url(
         &self,
         args: &Map<String, Value>,
-        used: &mut BTreeSet<String>,
+        used_args: &mut BTreeSet<String>,
     ) -> Result<Url, Fault> {
         let (template, query) = match self.url.split_once('?') {
             Some((template, query)) => (template, Some(query)),
@@ -112,14 +115,14 @@ impl HttpOperation {
             let value =
                 value.ok_or_else(|| bad_request_fault(format!("{arg} is needed for the path")))?;
             let plain = Parameter::with_default_style(name, ParameterLocation::Path);
-            let written = parameter.unwrap_or(&plain).to_simple_style(value, percent_encode);
-            if written.is_empty() {
+            let encoded = parameter.unwrap_or(&plain).to_simple_style(value, percent_encode);
+            if encoded.is_empty() {
                 return Err(bad_request_fault(format!(
                     "{arg} is needed for the path and must not be empty"
                 )));
             }
-            text.push_str(&written);
-            used.insert(arg.to_owned());
+            text.push_str(&encoded);
+            used_args.insert(arg.to_owned());
             rest = after;
         }
         text.push_str(rest);
@@ -132,19 +135,22 @@ impl HttpOperation {
             .map_err(|error| bad_request_fault(format!("the definition's url is invalid: {error}")))
     }
 
+    /// Builds the body as the definition describes it. If the definition describes neither
+    /// parameters nor a body, the arguments that are not in `used_args` go into the query or into a
+    /// JSON body, as the method requires.
     fn build_body(
         &self,
         args: &Map<String, Value>,
-        used: &BTreeSet<String>,
+        used_args: &BTreeSet<String>,
         query: &mut Vec<(String, String)>,
     ) -> Result<Option<(String, Vec<u8>)>, Fault> {
-        if let Some(plan) = &self.body {
-            return plan.encode_body(args);
+        if let Some(spec) = &self.body {
+            return spec.encode_body(args);
         }
         if !self.parameters.is_empty() {
             return Ok(None);
         }
-        let rest = args.iter().filter(|(name, _)| !used.contains(*name));
+        let rest = args.iter().filter(|(name, _)| !used_args.contains(*name));
         let rest: Map<String, Value> = rest.map(|(n, v)| (n.clone(), v.clone())).collect();
         let method = self.method.to_ascii_uppercase();
         if matches!(method.as_str(), "GET" | "HEAD" | "DELETE") {
@@ -158,23 +164,24 @@ impl HttpOperation {
         Ok(Some(("application/json".into(), bytes)))
     }
 
-    /// Adds the credentials to the request.
+    /// Adds the credentials to the request. Optional credentials are added only if all of them are
+    /// set: an API would refuse some of them alone.
     fn apply_credentials(
         &self,
         request: &mut OperationRequest,
         query: &mut Vec<(String, String)>,
         cookies: &mut Vec<(String, String)>,
-        environment: EnvironmentLookup<'_>,
+        lookup_secret: SecretLookup<'_>,
     ) -> Result<(), Fault> {
-        let is_set = |name: &&str| environment(name).is_some();
-        let all = self.auth.iter().flat_map(|auth| auth.envs()).all(|name| is_set(&name));
-        if self.auth_optional && !all {
+        let mut names = self.auth.iter().flat_map(|auth| auth.envs());
+        let are_all_set = names.all(|name| lookup_secret(name).is_some());
+        if self.auth_optional && !are_all_set {
             return Ok(());
         }
         for auth in &self.auth {
             let mut found = Vec::new();
             for name in auth.envs() {
-                let value = environment(name).ok_or_else(|| missing_secret_fault(name))?;
+                let value = lookup_secret(name).ok_or_else(|| missing_secret_fault(name))?;
                 request.secrets.add(&value);
                 found.push(value);
             }
@@ -190,6 +197,7 @@ impl HttpOperation {
                 (OperationAuth::Basic { .. }, [name, password]) => {
                     request.basic_auth = Some((name.clone(), password.clone()));
                 }
+                // `found` has one value for each name of `envs`, so no other case exists.
                 _ => {}
             }
         }
@@ -203,24 +211,25 @@ pub fn missing_secret_fault(name: &str) -> Fault {
     Fault::new(Code::Unauthenticated, message).without_side_effect().retryable(false)
 }
 
-/// Replaces references to secrets in the headers of the definition, which come first. A header that
-/// an argument supplies is never a reference: callers name no secrets.
+/// Replaces references to secrets in the headers of the definition, which come before those of the
+/// arguments. A header from an argument is never a reference, because callers must not name
+/// secrets.
 fn resolve_header_references(
     request: &mut OperationRequest,
-    of_definition: usize,
-    environment: EnvironmentLookup<'_>,
+    definition_header_count: usize,
+    lookup_secret: SecretLookup<'_>,
 ) -> Result<(), Fault> {
-    for (_, value) in request.headers.iter_mut().take(of_definition) {
+    for (_, value) in request.headers.iter_mut().take(definition_header_count) {
         let Some(reference) = SecretReference::parse(value) else { continue };
         let name = reference.to_string();
-        let secret = environment(&name).ok_or_else(|| missing_secret_fault(&name))?;
+        let secret = lookup_secret(&name).ok_or_else(|| missing_secret_fault(&name))?;
         request.secrets.add(&secret);
         *value = secret;
     }
     Ok(())
 }
 
-/// Refuses dot segments: a path that goes up would be another operation than the definition's.
+/// Refuses dot segments: they would make the path that of another operation than the definition's.
 pub(super) fn reject_dot_segments(url: &str) -> Result<(), Fault> {
     let is_dots = |part: &str| {
         let part = part.to_ascii_lowercase().replace("%2e", ".");
@@ -295,13 +304,13 @@ impl Parameter {
         Self { name: name.to_owned(), location, arg, style, explode, json }
     }
 
-    /// Serializes a value as query pairs.
+    /// Serializes a value as pairs for a query, a cookie or a form.
     fn append_pairs(&self, value: &Value, pairs: &mut Vec<(String, String)>) {
         let style = self.style.unwrap_or(ParameterStyle::Form);
         let explode = self
             .explode
             .unwrap_or(matches!(style, ParameterStyle::Form | ParameterStyle::DeepObject));
-        let between = match style {
+        let delimiter = match style {
             ParameterStyle::SpaceDelimited => " ",
             ParameterStyle::PipeDelimited => "|",
             _ => ",",
@@ -313,7 +322,7 @@ impl Parameter {
             }
             Value::Array(items) => {
                 let text: Vec<String> = items.iter().map(scalar_to_string).collect();
-                pairs.push((self.name.clone(), text.join(between)));
+                pairs.push((self.name.clone(), text.join(delimiter)));
             }
             Value::Object(fields) if style == ParameterStyle::DeepObject => {
                 let nested = fields
@@ -329,31 +338,32 @@ impl Parameter {
             Value::Object(fields) => {
                 let text: Vec<String> =
                     fields.iter().flat_map(|(n, v)| [n.clone(), scalar_to_string(v)]).collect();
-                pairs.push((self.name.clone(), text.join(between)));
+                pairs.push((self.name.clone(), text.join(delimiter)));
             }
             value => pairs.push((self.name.clone(), scalar_to_string(value))),
         }
     }
 
-    /// Serializes a value as one string, for a path or a header.
-    fn to_simple_style(&self, value: &Value, write: impl Fn(&str) -> String) -> String {
+    /// Serializes a value as one string in OpenAPI's style `simple`, for a path or a header.
+    /// `encode` escapes each part.
+    fn to_simple_style(&self, value: &Value, encode: impl Fn(&str) -> String) -> String {
         if self.json {
-            return write(&value.to_string());
+            return encode(&value.to_string());
         }
         match value {
             Value::Array(items) => items
                 .iter()
-                .map(|item| write(&scalar_to_string(item)))
+                .map(|item| encode(&scalar_to_string(item)))
                 .collect::<Vec<_>>()
                 .join(","),
             Value::Object(fields) => {
-                let between = if self.explode.unwrap_or(false) { "=" } else { "," };
-                let each = fields.iter().map(|(name, value)| {
-                    format!("{}{between}{}", write(name), write(&scalar_to_string(value)))
+                let separator = if self.explode.unwrap_or(false) { "=" } else { "," };
+                let members = fields.iter().map(|(name, value)| {
+                    format!("{}{separator}{}", encode(name), encode(&scalar_to_string(value)))
                 });
-                each.collect::<Vec<_>>().join(",")
+                members.collect::<Vec<_>>().join(",")
             }
-            value => write(&scalar_to_string(value)),
+            value => encode(&scalar_to_string(value)),
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Tests of how operations build requests, rule by rule.
+//! Tests of the requests of HTTP operations and Jina tools, and of the redaction of secrets.
 
 use serde_json::{Map, Value, json};
 
 use super::*;
 use crate::secrets::redaction::SecretRedactor;
 
-fn environment(name: &str) -> Option<String> {
+fn lookup_secret(name: &str) -> Option<String> {
     match name {
         "TOKEN" => Some("tok en/1".to_owned()),
         "USER_NAME" => Some("ada".to_owned()),
@@ -24,7 +24,7 @@ fn build(operation: Value, args: Value) -> Result<OperationRequest, Fault> {
     else {
         panic!()
     };
-    operation.build_request(&map(args), SecretRedactor::default(), &environment)
+    operation.build_request(&map(args), SecretRedactor::default(), &lookup_secret)
 }
 
 fn url(operation: Value, args: Value) -> String {
@@ -44,9 +44,9 @@ fn path_parameters_are_substituted_and_encoded() {
         let fault = build(pets.clone(), bad.clone()).unwrap_err();
         assert_eq!(fault.code, Code::BadRequest, "{bad}");
     }
-    let two = json!({ "url": "https://a.b/x/{one}{two}/y" });
+    let adjacent = json!({ "url": "https://a.b/x/{one}{two}/y" });
     assert!(
-        build(two, json!({ "one": ".", "two": "." })).is_err(),
+        build(adjacent, json!({ "one": ".", "two": "." })).is_err(),
         "dot segments cannot be assembled from two arguments"
     );
 }
@@ -97,32 +97,32 @@ fn parameters_go_where_the_definition_says() {
 
 #[test]
 fn bodies_can_be_json_form_or_text() {
-    let with = |body: Value, args: Value| {
+    let encode = |body: Value, args: Value| {
         let operation = json!({ "method": "PUT", "url": "https://a.b/", "body": body });
         let (kind, bytes) = build(operation, args).unwrap().body.unwrap();
         (kind, String::from_utf8(bytes).unwrap())
     };
     let args = json!({ "a": 1, "b": "x y&z", "c": 2 });
-    let (kind, text) = with(json!({ "args": ["a", "b", "gone"] }), args.clone());
+    let (kind, text) = encode(json!({ "args": ["a", "b", "gone"] }), args.clone());
     assert_eq!((kind.as_str(), text.as_str()), ("application/json", r#"{"a":1,"b":"x y&z"}"#));
-    let (kind, text) = with(json!({ "args": ["a", "b"], "encoding": "form" }), args.clone());
+    let (kind, text) = encode(json!({ "args": ["a", "b"], "encoding": "form" }), args.clone());
     assert_eq!(kind, "application/x-www-form-urlencoded");
     assert_eq!(text, "a=1&b=x%20y%26z");
-    let (kind, text) = with(
+    let (kind, text) = encode(
         json!({ "arg": "b", "encoding": "text", "content_type": "text/markdown" }),
         args.clone(),
     );
     assert_eq!((kind.as_str(), text.as_str()), ("text/markdown", "x y&z"));
-    assert_eq!(with(json!({ "arg": "a" }), args).1, "1");
+    assert_eq!(encode(json!({ "arg": "a" }), args).1, "1");
 }
 
 #[test]
 fn credentials_come_from_the_environment_and_are_redacted() {
-    let with = |auth: Value| {
+    let build_with_auth = |auth: Value| {
         let operation = json!({ "url": "https://a.b/", "auth": [auth] });
         build(operation, json!({}))
     };
-    let request = with(json!({ "type": "bearer", "env": "TOKEN" })).unwrap();
+    let request = build_with_auth(json!({ "type": "bearer", "env": "TOKEN" })).unwrap();
     assert_eq!(request.headers, [("authorization".to_owned(), "Bearer tok en/1".to_owned())]);
     assert_eq!(
         request.secrets.redact("got tok en/1 and tok%20en%2F1"),
@@ -130,14 +130,17 @@ fn credentials_come_from_the_environment_and_are_redacted() {
     );
     let key =
         |location: &str| json!({ "type": "api_key", "in": location, "name": "k", "env": "TOKEN" });
-    assert_eq!(with(key("query")).unwrap().url.as_str(), "https://a.b/?k=tok+en%2F1");
-    assert_eq!(with(key("header")).unwrap().headers[0].0, "k");
-    assert_eq!(with(key("cookie")).unwrap().headers[0].1, "k=tok%20en%2F1");
+    assert_eq!(build_with_auth(key("query")).unwrap().url.as_str(), "https://a.b/?k=tok+en%2F1");
+    assert_eq!(build_with_auth(key("header")).unwrap().headers[0].0, "k");
+    assert_eq!(build_with_auth(key("cookie")).unwrap().headers[0].1, "k=tok%20en%2F1");
     let basic = json!({
         "type": "basic", "username_env": "USER_NAME", "password_env": "PASSWORD",
     });
-    assert_eq!(with(basic).unwrap().basic_auth, Some(("ada".to_owned(), "pass".to_owned())));
-    let fault = with(json!({ "type": "bearer", "env": "NOT_SET" })).unwrap_err();
+    assert_eq!(
+        build_with_auth(basic).unwrap().basic_auth,
+        Some(("ada".to_owned(), "pass".to_owned()))
+    );
+    let fault = build_with_auth(json!({ "type": "bearer", "env": "NOT_SET" })).unwrap_err();
     assert_eq!(fault.code, Code::Unauthenticated);
     assert!(fault.message.contains("NOT_SET"), "{fault}");
 }
@@ -180,7 +183,7 @@ fn secrets_are_redacted_in_json_and_url_encoding() {
     });
     assert!(secrets.redact_json(&mut value));
     let expected = json!({
-        "plain": "x [secret] y", "url": "k=[secret]", "low": "k".replace('k', "[secret]"),
+        "plain": "x [secret] y", "url": "k=[secret]", "low": "[secret]",
         "n": "[secret]", "list": ["[secret]", "cab", true], "key [secret]": 1,
         "escaped": "[secret]",
     });
@@ -247,7 +250,7 @@ fn build_jina(options: Value, args: Value) -> Result<OperationRequest, Fault> {
         &jina_endpoints(),
         &map(args),
         SecretRedactor::default(),
-        &environment,
+        &lookup_secret,
     )
 }
 
@@ -272,8 +275,8 @@ fn jina_search_and_reader_requests_are_built() {
         assert_eq!(request.url.as_str(), "https://r.jina.ai/https%3A%2F%2Fx.y%2Fa%3Fb%3Dc");
         assert_eq!(build_jina(reader, json!({})).unwrap_err().code, Code::BadRequest);
     }
-    let odd = json!({ "jina": { "mode": "reader", "endpoint_template": "/v2/{url}/text" } });
-    let request = build_jina(odd, json!({ "url": "a/b" })).unwrap();
+    let templated = json!({ "jina": { "mode": "reader", "endpoint_template": "/v2/{url}/text" } });
+    let request = build_jina(templated, json!({ "url": "a/b" })).unwrap();
     assert_eq!(request.url.as_str(), "https://r.jina.ai/v2/a%2Fb/text");
 }
 

@@ -51,7 +51,7 @@ pub(super) fn parse_operation(
             pointer: endpoint.operation["x-toolcrib-result"].as_str().map(Into::into),
         },
     };
-    let schema = arguments.into_schema(schemas.defs());
+    let schema = arguments.into_schema(schemas.into_defs());
     Ok(ParsedOperation { http, parameters: schema })
 }
 

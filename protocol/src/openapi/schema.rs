@@ -1,5 +1,5 @@
-//! Translates the schemas of a document to JSON Schema: references become `$defs`, and the dialect
-//! of 3.0 is converted.
+//! Translates the schemas of an OpenAPI document to JSON Schema: references into the document
+//! become references to `$defs`, and the dialect of OpenAPI 3.0 is converted.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ const MAX_DEPTH: usize = 64;
 /// Translates the schemas of one operation, which share their definitions.
 pub(super) struct SchemaTranslator<'a> {
     document: &'a OpenApiDocument<'a>,
-    /// By reference: the name, and the schema once it is translated.
+    /// For each reference: the name in `$defs`, and the schema once it is translated.
     defs: BTreeMap<String, (String, Option<Value>)>,
 }
 
@@ -26,17 +26,22 @@ impl<'a> SchemaTranslator<'a> {
 
     /// Translates one schema.
     pub(super) fn translate(&mut self, schema: &Value) -> Result<Value, String> {
-        self.walk(schema, 0, &[])
+        self.translate_at(schema, 0, &[])
     }
 
     /// Returns the definitions that the translated schemas refer to.
-    pub(super) fn defs(self) -> Map<String, Value> {
+    pub(super) fn into_defs(self) -> Map<String, Value> {
         self.defs.into_values().filter_map(|(name, schema)| Some((name, schema?))).collect()
     }
 
-    /// Translates a schema. `hidden` are the read-only properties of the composed schema that it is
-    /// a part of.
-    fn walk(&mut self, schema: &Value, depth: usize, hidden: &[String]) -> Result<Value, String> {
+    /// Translates a schema at this depth. `read_only` has the names of the read-only properties of
+    /// the composed schema that it is a part of: no request contains them, so none is required.
+    fn translate_at(
+        &mut self,
+        schema: &Value,
+        depth: usize,
+        read_only: &[String],
+    ) -> Result<Value, String> {
         if depth > MAX_DEPTH {
             return Err(format!("a schema is deeper than {MAX_DEPTH}"));
         }
@@ -45,21 +50,21 @@ impl<'a> SchemaTranslator<'a> {
         if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
             let name = self.define_reference(reference, depth)?;
             output.insert("$ref".into(), format!("#/$defs/{name}").into());
-            // Siblings of `$ref` count since 3.1.
+            // OpenAPI 3.0 ignores the siblings of `$ref`; 3.1 does not.
             if self.document.is_version_3_0 {
                 return Ok(Value::Object(output));
             }
         }
-        let mut hidden = hidden.to_vec();
-        hidden.extend(self.document.read_only_names(schema));
+        let mut read_only = read_only.to_vec();
+        read_only.extend(self.document.read_only_names(schema));
         for (name, value) in fields {
             let value = match name.as_str() {
                 "$ref" if output.contains_key("$ref") => continue,
-                "required" => match required_without(value, &hidden) {
+                "required" => match required_without(value, &read_only) {
                     Some(value) => value,
                     None => continue,
                 },
-                // For people and other programs; models do not need these.
+                // Models do not need these: they are for people and other programs.
                 "example" | "xml" | "externalDocs" | "discriminator" | "$schema" | "$id" => {
                     continue;
                 }
@@ -74,8 +79,8 @@ impl<'a> SchemaTranslator<'a> {
                 | "contains"
                 | "propertyNames"
                 | "unevaluatedProperties"
-                | "unevaluatedItems" => self.walk(value, depth + 1, &[])?,
-                "allOf" | "anyOf" | "oneOf" => self.translate_list(value, depth, &hidden)?,
+                | "unevaluatedItems" => self.translate_at(value, depth + 1, &[])?,
+                "allOf" | "anyOf" | "oneOf" => self.translate_list(value, depth, &read_only)?,
                 "prefixItems" => self.translate_list(value, depth, &[])?,
                 name if name.starts_with("x-") => continue,
                 _ => value.clone(),
@@ -85,8 +90,8 @@ impl<'a> SchemaTranslator<'a> {
         if self.document.is_version_3_0 {
             upgrade_from_3_0(&mut output);
         }
-        // An array without `items` must say that any item is allowed; otherwise models leave it
-        // empty.
+        // Models send an empty array if the schema has no `items`, so the schema says that any item
+        // is allowed.
         if output.get("type") == Some(&json!("array")) && !output.contains_key("items") {
             output.insert("items".into(), json!({ "description": "anything" }));
         }
@@ -97,21 +102,24 @@ impl<'a> SchemaTranslator<'a> {
         &mut self,
         schemas: &Value,
         depth: usize,
-        hidden: &[String],
+        read_only: &[String],
     ) -> Result<Value, String> {
         let Value::Array(schemas) = schemas else { return Ok(schemas.clone()) };
-        let all = schemas.iter().map(|inner| self.walk(inner, depth + 1, hidden));
-        all.collect::<Result<_, _>>().map(Value::Array)
+        let translated =
+            schemas.iter().map(|schema| self.translate_at(schema, depth + 1, read_only));
+        translated.collect::<Result<_, _>>().map(Value::Array)
     }
 
     fn translate_map(&mut self, schemas: &Value, depth: usize) -> Result<Value, String> {
         let Value::Object(schemas) = schemas else { return Ok(schemas.clone()) };
-        let each = schemas.iter().map(|(n, s)| Ok((n.clone(), self.walk(s, depth + 1, &[])?)));
-        each.collect::<Result<Map<_, _>, String>>().map(Value::Object)
+        let translated = schemas
+            .iter()
+            .map(|(name, schema)| Ok((name.clone(), self.translate_at(schema, depth + 1, &[])?)));
+        translated.collect::<Result<Map<_, _>, String>>().map(Value::Object)
     }
 
-    /// Returns the name of the definition for a reference. Each is translated once, even if it
-    /// refers to itself.
+    /// Returns the name in `$defs` for a reference, and translates its schema on the first use. The
+    /// name is recorded before the schema is translated, so that a schema can refer to itself.
     fn define_reference(&mut self, reference: &str, depth: usize) -> Result<String, String> {
         if let Some((name, _)) = self.defs.get(reference) {
             return Ok(name.clone());
@@ -125,35 +133,37 @@ impl<'a> SchemaTranslator<'a> {
         let base: String = last.chars().map(sanitize).collect();
         let is_used = |name: &str| self.defs.values().any(|(existing, _)| existing == name);
         let mut name = base.clone();
-        let mut n = 2;
+        let mut suffix = 2;
         while is_used(&name) {
-            name = format!("{base}_{n}");
-            n += 1;
+            name = format!("{base}_{suffix}");
+            suffix += 1;
         }
         self.defs.insert(reference.to_owned(), (name.clone(), None));
-        let output = self.walk(target, depth + 1, &[])?;
+        let output = self.translate_at(target, depth + 1, &[])?;
         self.defs.insert(reference.to_owned(), (name.clone(), Some(output)));
         Ok(name)
     }
 }
 
 /// Returns the required names without read-only ones, or `None` if no name is left.
-fn required_without(required: &Value, hidden: &[String]) -> Option<Value> {
+fn required_without(required: &Value, read_only: &[String]) -> Option<Value> {
     let Value::Array(names) = required else { return Some(required.clone()) };
-    let sent = |name: &&Value| !name.as_str().is_some_and(|n| hidden.iter().any(|h| h == n));
-    let remaining: Vec<Value> = names.iter().filter(sent).cloned().collect();
+    let is_read_only =
+        |name: &Value| name.as_str().is_some_and(|n| read_only.iter().any(|r| r == n));
+    let remaining: Vec<Value> = names.iter().filter(|name| !is_read_only(name)).cloned().collect();
     (!remaining.is_empty() || names.is_empty()).then_some(Value::Array(remaining))
 }
 
-/// Converts `nullable` and boolean exclusive limits to JSON Schema.
+/// Converts OpenAPI 3.0's `nullable`, and its boolean `exclusiveMinimum` and `exclusiveMaximum`, to
+/// JSON Schema.
 fn upgrade_from_3_0(schema: &mut Map<String, Value>) {
-    for (flag, limit) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
-        match schema.get(flag) {
+    for (exclusive, limit) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
+        match schema.get(exclusive) {
             Some(Value::Bool(true)) => match schema.remove(limit) {
-                Some(value) => schema.insert(flag.into(), value),
-                None => schema.remove(flag),
+                Some(value) => schema.insert(exclusive.into(), value),
+                None => schema.remove(exclusive),
             },
-            Some(Value::Bool(false)) => schema.remove(flag),
+            Some(Value::Bool(false)) => schema.remove(exclusive),
             _ => None,
         };
     }

@@ -1,4 +1,5 @@
-//! Tests of the permitted addresses and URLs, and that host names cannot bypass the rules.
+//! Tests of the outbound policy: permitted addresses and URLs, and host names that resolve to
+//! private addresses. Also tests of `Retry-After` and of loopback hosts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -6,11 +7,11 @@ use tokio::net::TcpListener;
 
 use super::*;
 
-fn strict() -> OutboundPolicy {
+fn policy_without_exceptions() -> OutboundPolicy {
     OutboundPolicy::new("webhooks", false, &[])
 }
 
-fn listing(hosts: &[&str]) -> OutboundPolicy {
+fn policy_allowing(hosts: &[&str]) -> OutboundPolicy {
     let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
     OutboundPolicy::new("webhooks", false, &hosts)
 }
@@ -123,7 +124,7 @@ fn refused_urls_have_a_reason() {
         ("http://[::ffff:7f00:1]/", "private network"),
         ("http://169.254.169.254/latest/meta-data", "private network"),
     ] {
-        let error = strict().check(url).expect_err(url);
+        let error = policy_without_exceptions().check(url).expect_err(url);
         assert!(error.contains(reason), "{url}: {error}");
     }
 }
@@ -136,29 +137,29 @@ fn permitted_urls_are_normalized() {
         ("http://8.8.8.8:8080/x", "http://8.8.8.8:8080/x"),
         ("https://bücher.example/", "https://xn--bcher-kva.example/"),
     ] {
-        assert_eq!(strict().check(url).unwrap().as_str(), normalized);
+        assert_eq!(policy_without_exceptions().check(url).unwrap().as_str(), normalized);
     }
     let open = OutboundPolicy::new("webhooks", true, &[]);
     assert!(open.check("http://localhost:1/").is_ok());
     assert!(open.check("http://10.0.0.1/").is_ok());
-    let some = listing(&["Hooks.internal", "*.svc.local", "127.0.0.1", "::1"]);
+    let with_exceptions = policy_allowing(&["Hooks.internal", "*.svc.local", "127.0.0.1", "::1"]);
     for url in ["http://127.0.0.1:9/", "http://[::1]/"] {
-        assert!(some.check(url).is_ok(), "{url}");
+        assert!(with_exceptions.check(url).is_ok(), "{url}");
     }
     for url in ["http://127.0.0.2/", "http://localhost/", "http://10.0.0.1/"] {
-        assert!(some.check(url).is_err(), "{url}");
+        assert!(with_exceptions.check(url).is_err(), "{url}");
     }
     let private: IpAddr = [10, 0, 0, 1].into();
     for host in ["hooks.internal", "HOOKS.internal.", "a.svc.local", "a.b.svc.local"] {
-        assert!(some.permits(host, private), "{host}");
+        assert!(with_exceptions.permits(host, private), "{host}");
     }
     for host in ["xhooks.internal", "svc.local", "xsvc.local", "a.svc.local.example"] {
-        assert!(!some.permits(host, private), "{host}");
+        assert!(!with_exceptions.permits(host, private), "{host}");
     }
 }
 
-/// Starts a listener that counts connections, and returns its address.
-async fn listener() -> (SocketAddr, Arc<AtomicUsize>) {
+/// Starts a listener that counts connections, and returns its address and the count.
+async fn counting_listener() -> (SocketAddr, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, connections) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
     let count = connections.clone();
@@ -173,10 +174,10 @@ async fn listener() -> (SocketAddr, Arc<AtomicUsize>) {
 
 #[tokio::test]
 async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
-    let (address, connections) = listener().await;
+    let (address, connections) = counting_listener().await;
     let lookup = move |_| -> BoxFuture<'static, _> { Box::pin(async move { Ok(vec![address]) }) };
     let url = format!("http://hooks.example:{}/", address.port());
-    let client = strict().client_builder_with_lookup(lookup).build().unwrap();
+    let client = policy_without_exceptions().client_builder_with_lookup(lookup).build().unwrap();
     let error = client.post(&url).send().await.unwrap_err();
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(&error);
     while let Some(cause) = source.filter(|cause| !cause.is::<PrivateAddressError>()) {
@@ -188,16 +189,18 @@ async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
         "{reason}"
     );
     assert_eq!(connections.load(Ordering::SeqCst), 0);
-    // With the host allowed the connection succeeds, so it was the rule that prevented it.
-    let client = listing(&["hooks.example"]).client_builder_with_lookup(lookup).build().unwrap();
+    // The same client connects once the host is allowed, so the policy prevented the connection.
+    let client =
+        policy_allowing(&["hooks.example"]).client_builder_with_lookup(lookup).build().unwrap();
     assert!(client.post(&url).send().await.is_err(), "the listener closes the connection");
     assert!(connections.load(Ordering::SeqCst) > 0);
 }
 
-/// The first DNS response is public, the second is not: the connection goes to the checked address.
+/// The first DNS response has a public and a private address, the later ones only the private one.
+/// The client never connects to the private address.
 #[tokio::test]
 async fn dns_rebinding_does_not_bypass_the_address_check() {
-    let (address, connections) = listener().await;
+    let (address, connections) = counting_listener().await;
     let lookups = Arc::new(AtomicUsize::new(0));
     let counting = lookups.clone();
     let lookup = move |_| -> BoxFuture<'static, _> {
@@ -205,7 +208,7 @@ async fn dns_rebinding_does_not_bypass_the_address_check() {
         let first = counting.fetch_add(1, Ordering::SeqCst) == 0;
         Box::pin(async move { Ok(if first { vec![public, address] } else { vec![address] }) })
     };
-    let client = strict().client_builder_with_lookup(lookup);
+    let client = policy_without_exceptions().client_builder_with_lookup(lookup);
     let client = client.timeout(std::time::Duration::from_millis(200)).build().unwrap();
     let url = format!("http://rebind.example:{}/", address.port());
     for _ in 0..3 {
