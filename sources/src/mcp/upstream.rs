@@ -1,4 +1,4 @@
-//! One upstream: its state, its connection and the attempts that run on it.
+//! One upstream MCP server: its state, its connection and the attempts that run on it.
 
 pub(super) mod in_flight;
 mod revision_choice;
@@ -35,12 +35,13 @@ use crate::mcp::settings::resolved::ResolvedSettings;
 /// Maximum time a call waits for an upstream that is being connected.
 const CONNECT_WAIT: Duration = Duration::from_secs(30);
 
-/// Maximum number of tool changes that are stored for display.
-const MAX_STORED_CHANGES: usize = 50;
+/// Maximum number of tool changes that are kept in memory for display.
+const MAX_CHANGES: usize = 50;
 
 type AttemptKey = (CallId, u32);
 
-/// An attempt that can be canceled. Dropping it unregisters the attempt.
+/// A registered attempt, which [`UpstreamServer::cancel`] can cancel. Dropping it unregisters the
+/// attempt.
 pub(super) struct RunningAttempt {
     upstream: Arc<UpstreamServer>,
     key: AttemptKey,
@@ -55,36 +56,38 @@ impl Drop for RunningAttempt {
     }
 }
 
-/// An upstream with its settings, its state and the tools that it offers. It outlives its
-/// connections.
+/// An upstream MCP server with its settings, its state and the tools that it offers. It outlives
+/// its connections.
 pub struct UpstreamServer {
     pub(super) settings: McpServerSettings,
     pub(super) state: Mutex<UpstreamState>,
     pub(super) stderr: StderrTail,
     pub(super) changes: broadcast::Sender<UpstreamChange>,
     pub(super) outbound: Arc<OutboundPolicy>,
-    /// Source of its tokens, if it may need some.
+    /// Supplies the OAuth tokens, if the upstream can require them.
     pub(super) authorizer: Option<Arc<Authorizer>>,
     pub(super) stop: CancellationToken,
-    /// Signals that Toolcrib connects to the upstream again at once.
+    /// Signals that Toolcrib must connect at once, or refresh the tools if it is connected.
     pub(super) retry_now: Notify,
     /// Number of requested refreshes.
     pub(super) refreshes_requested: AtomicU64,
     /// Number of completed refreshes.
     pub(super) refreshes_completed: watch::Sender<u64>,
-    /// Signals that the connection is to be closed and opened again.
+    /// Signals that Toolcrib must close the connection and connect again.
     pub(super) reconnect_requested: Notify,
     /// Tools that the upstream offers now, accepted or not.
     pub(super) offered: Mutex<OfferedTools>,
     /// Offered tools that the registry rejected, with the reasons. They are not submitted again.
     pub(super) rejected_tools: Mutex<BTreeMap<String, (ToolDefinition, String)>>,
+    /// Requests that wait for answers to an elicitation of the upstream.
     pub(super) suspended: Mutex<HashMap<CallId, SuspendedRequest>>,
-    /// The revision in which Toolcrib speaks to it.
+    /// MCP revision that Toolcrib uses with the upstream.
     pub(super) revision: RevisionChoice,
-    /// Resources whose changes MCP clients follow.
+    /// Resources to which MCP clients have subscribed.
     pub(super) followed_resources: FollowedResources,
     connection: watch::Sender<Option<Arc<LiveConnection>>>,
     running: Mutex<HashMap<AttemptKey, CancellationToken>>,
+    /// The settings with the values of their references, once they were resolved.
     resolved: Mutex<Option<Arc<ResolvedSettings>>>,
 }
 
@@ -127,17 +130,19 @@ impl UpstreamServer {
         *self.resolved.lock() = Some(resolved);
     }
 
-    /// Redacts the secrets of the settings and the tokens from a text.
+    /// Redacts the OAuth tokens and the secrets of the settings from a text.
     pub(super) fn redact(&self, text: &str) -> String {
         let text = match &*self.resolved.lock() {
             Some(resolved) => resolved.redact(text),
             None => text.to_owned(),
         };
-        let text = self.authorizer.as_ref().map_or(text.clone(), |pass| pass.redact(&text));
+        let text =
+            self.authorizer.as_ref().map_or(text.clone(), |authorizer| authorizer.redact(&text));
         self.result_secrets().redact(&text)
     }
 
-    /// Returns the secrets to redact from results, in every encoding: the settings' and the tokens.
+    /// Returns the secrets to redact from results in every encoding: those of the settings, and the
+    /// OAuth tokens.
     pub(super) fn result_secrets(&self) -> SecretRedactor {
         let resolved = self.resolved.lock().clone();
         let mut secrets =
@@ -153,11 +158,11 @@ impl UpstreamServer {
         self.connection.borrow().clone().filter(|live| !live.peer.is_transport_closed())
     }
 
-    /// Waits until the upstream is known to be available or unavailable.
+    /// Waits until the current connection attempt has succeeded or failed.
     pub(super) async fn wait_until_known(&self) {
-        let mut seen = self.connection.subscribe();
+        let mut connection = self.connection.subscribe();
         while self.state.lock().phase == UpstreamPhase::Starting {
-            if seen.changed().await.is_err() {
+            if connection.changed().await.is_err() {
                 return;
             }
         }
@@ -191,18 +196,18 @@ impl UpstreamServer {
             return Ok(live);
         }
         let remaining = Duration::from_millis(deadline_ms.saturating_sub(now_ms()));
-        let mut seen = self.connection.subscribe();
+        let mut connection = self.connection.subscribe();
         let waiting = async {
             loop {
-                let found = seen.borrow_and_update().clone();
+                let found = connection.borrow_and_update().clone();
                 if let Some(live) = found.filter(|live| !live.peer.is_transport_closed()) {
                     return Some(live);
                 }
-                // Do not wait for an unavailable upstream, unless its next attempt is due soon.
+                // A call does not wait for an upstream that will not connect soon.
                 if self.state.lock().is_unavailable() {
                     return None;
                 }
-                if seen.changed().await.is_err() {
+                if connection.changed().await.is_err() {
                     return None;
                 }
             }
@@ -225,8 +230,9 @@ impl UpstreamServer {
             (None, _) => "it has not answered yet".to_owned(),
         };
         let message = format!("the MCP server {name} is not available: {reason}");
-        let is_unavailable = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
-        Fault::unreachable(message).retryable(!is_unavailable)
+        // A retry cannot succeed before a person acts.
+        let needs_person = matches!(state.phase, UpstreamPhase::Off | UpstreamPhase::NeedsSignIn);
+        Fault::unreachable(message).retryable(!needs_person)
     }
 
     /// Returns the upstream's own name for one of its registered tools.
@@ -244,7 +250,7 @@ impl UpstreamServer {
         self.offered.lock().header_mirrored.contains(tool)
     }
 
-    /// Refuses a tool of a pinned upstream whose definition is not the accepted one.
+    /// Refuses a tool of a pinned upstream if a change of its definition is not accepted.
     pub(super) fn check_pin(&self, tool: &str) -> Result<(), Fault> {
         if !self.settings.pin {
             return Ok(());
@@ -265,13 +271,14 @@ impl UpstreamServer {
         Err(Fault::new(Code::Conflict, message).without_side_effect().retryable(false))
     }
 
+    /// Registers an attempt, so that it can be canceled.
     pub(super) fn register_attempt(self: &Arc<Self>, attempt: &Attempt) -> RunningAttempt {
         let (token, key) = (CancellationToken::new(), (attempt.call_id.clone(), attempt.number));
         self.running.lock().insert(key.clone(), token.clone());
         RunningAttempt { upstream: self.clone(), key, token, last_message: Mutex::default() }
     }
 
-    /// Cancels an attempt, and the suspended request that waits for an answer.
+    /// Cancels an attempt, and the suspended request of its call.
     pub(super) fn cancel(&self, call_id: &CallId, attempt: u32) {
         if let Some(token) = self.running.lock().get(&(call_id.clone(), attempt)) {
             token.cancel();
@@ -279,9 +286,9 @@ impl UpstreamServer {
         self.abandon(call_id);
     }
 
-    /// Records that an attempt has ended for the engine. For an attempt that sent an elicitation
-    /// the second report means that its call has ended, so no answer will come and the request is
-    /// abandoned.
+    /// Records that the engine has released an attempt. The engine releases an attempt that sent an
+    /// elicitation twice: when its call begins to wait for input, and when the call ends. After the
+    /// second release no answer will come, so the suspended request is abandoned.
     pub(super) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         let has_call_ended = {
             let mut suspended = self.suspended.lock();
@@ -295,20 +302,21 @@ impl UpstreamServer {
         }
     }
 
+    /// Abandons the suspended request of a call, if there is one.
     fn abandon(&self, call_id: &CallId) {
         if let Some(suspended) = self.suspended.lock().remove(call_id) {
             tokio::spawn(suspended.abandon());
         }
     }
 
-    /// Keeps a request that waits for an answer, for as long as its call waits at the latest.
+    /// Keeps a request that waits for an answer, until the call no longer waits for input.
     pub(super) fn suspend(self: &Arc<Self>, attempt: &Attempt, suspended: SuspendedRequest) {
         let (call_id, number) = (attempt.call_id.clone(), attempt.number);
         self.suspended.lock().insert(call_id.clone(), suspended);
-        let remaining = Duration::from_millis(attempt.input_timeout_ms);
+        let input_timeout = Duration::from_millis(attempt.input_timeout_ms);
         let upstream = Arc::downgrade(self);
         tokio::spawn(async move {
-            tokio::time::sleep(remaining).await;
+            tokio::time::sleep(input_timeout).await;
             let Some(upstream) = upstream.upgrade() else { return };
             let is_same_attempt = |request: &SuspendedRequest| request.attempt == number;
             let is_suspended = upstream.suspended.lock().get(&call_id).is_some_and(is_same_attempt);
@@ -318,11 +326,12 @@ impl UpstreamServer {
         });
     }
 
+    /// Adds changes of tools to those that are shown, and drops the oldest beyond the maximum.
     pub(super) fn record_changes(&self, changes: Vec<ToolChange>) {
         let mut state = self.state.lock();
-        let stored: &mut VecDeque<ToolChange> = &mut state.changes;
-        stored.extend(changes);
-        let excess = stored.len().saturating_sub(MAX_STORED_CHANGES);
-        stored.drain(..excess);
+        let recorded: &mut VecDeque<ToolChange> = &mut state.changes;
+        recorded.extend(changes);
+        let excess = recorded.len().saturating_sub(MAX_CHANGES);
+        recorded.drain(..excess);
     }
 }

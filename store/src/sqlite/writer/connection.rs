@@ -1,9 +1,9 @@
 //! The connection of the writer: its transaction, the numbers of events and the positions of open
-//! calls.
+//! calls. The position of a call is its row id in `tool_calls`.
 //!
-//! New calls are buffered, because a statement that inserts several of them is cheaper than several
-//! statements. Every other use of the connection writes the buffered calls first, so a change never
-//! runs ahead of a call that was created before it.
+//! New calls are buffered, because one statement that inserts several calls is cheaper than several
+//! statements. Every other use of the connection inserts the buffered calls first, so that each
+//! change finds the calls that were created before it.
 
 use std::collections::HashMap;
 
@@ -18,26 +18,29 @@ use crate::row::EventRow;
 use crate::sqlite::event_numbers::load_last_event_number;
 use crate::sqlite::open_calls::OpenCalls;
 
-/// Number of ended calls after which a commit advances the low watermark.
+/// Number of ended calls after which a commit advances the low watermark: the stored position
+/// before which no call is open.
 const WATERMARK_INTERVAL: usize = 1_000;
 
 /// The writer's connection, with the state that its changes share.
 pub(crate) struct WriterConnection {
     connection: Connection,
-    /// Number of the last event, including those of the open transaction.
+    /// Number of the last event, including the events of the open transaction.
     last_event_number: i64,
     /// Number of the last event that is committed.
     committed_event_number: i64,
     open_calls: OpenCalls,
-    /// Calls that the open transaction opened and ended; applied to `open_calls` after the commit.
+    /// Calls that the open transaction opened. The commit adds them to `open_calls`.
     opened: Vec<(i64, CallId)>,
+    /// Calls that the open transaction ended. The commit removes them from `open_calls`.
     ended: Vec<(i64, CallId)>,
     /// Project and position of each open call that this writer inserted.
     open_call_positions: HashMap<CallId, (Box<str>, i64)>,
-    /// New calls of the open transaction that are not written yet.
+    /// New calls of the open transaction that are not inserted yet.
     buffered_inserts: Vec<NewCallRow>,
     ended_since_watermark: usize,
-    /// Only the writer of a server knows all open calls.
+    /// True for the writer of a server. Only that writer knows all open calls; the writer of an
+    /// administrative command does not.
     maintains_low_watermark: bool,
 }
 
@@ -62,7 +65,7 @@ impl WriterConnection {
         })
     }
 
-    /// Returns the connection. Buffered calls are written first.
+    /// Inserts the buffered calls and returns the connection.
     pub(crate) fn connection(&mut self) -> rusqlite::Result<&Connection> {
         self.flush_inserts()?;
         Ok(&self.connection)
@@ -87,7 +90,7 @@ impl WriterConnection {
         Ok(())
     }
 
-    /// Rolls the transaction back: none of its changes happened.
+    /// Rolls the transaction back and forgets its changes.
     pub(super) fn roll_back(&mut self) {
         self.buffered_inserts.clear();
         self.last_event_number = self.committed_event_number;
@@ -100,7 +103,7 @@ impl WriterConnection {
         }
     }
 
-    /// Inserts a call in one statement with those that follow it.
+    /// Buffers a call, which is inserted in one statement with the calls that follow it.
     pub(crate) fn insert_call(&mut self, new: NewCallRow) -> rusqlite::Result<()> {
         self.buffered_inserts.push(new);
         if self.buffered_inserts.len() < MAX_ROWS_PER_INSERT {
@@ -123,23 +126,25 @@ impl WriterConnection {
             return Ok(());
         }
         let mut buffered = std::mem::take(&mut self.buffered_inserts);
-        // In the order of their ids, each row follows the previous one in the index.
-        buffered.sort_unstable_by(|one, other| one.row.call.id.cmp(&other.row.call.id));
-        let mut rest = &buffered[..];
-        while !rest.is_empty() {
-            let (first, count) = insert_some(&self.connection, rest, self.last_event_number)?;
-            let (inserted, later) = rest.split_at(count);
+        // Sorted by id, each row follows the previous one in the index of ids, which makes the
+        // insertion cheaper.
+        buffered.sort_unstable_by(|a, b| a.row.call.id.cmp(&b.row.call.id));
+        let mut remaining = &buffered[..];
+        while !remaining.is_empty() {
+            let (first, count) = insert_some(&self.connection, remaining, self.last_event_number)?;
+            let (inserted, later) = remaining.split_at(count);
             for (position, new) in (first..).zip(inserted) {
                 self.finish_insert(position, new)?;
             }
-            rest = later;
+            remaining = later;
         }
+        // Put back to reuse its memory.
         buffered.clear();
         self.buffered_inserts = buffered;
         Ok(())
     }
 
-    /// Completes the insert of a call at this position: its events, task and delivery.
+    /// Completes the insertion of a call at this position: inserts its events, task and delivery.
     fn finish_insert(&mut self, position: i64, new: &NewCallRow) -> rusqlite::Result<()> {
         let call: &Call = &new.row.call;
         if call.completed_ms.is_none() {
@@ -151,7 +156,8 @@ impl WriterConnection {
         insert_task_and_delivery(&self.connection, call, position)
     }
 
-    /// Assigns numbers to the events, and inserts those that their call's row does not imply.
+    /// Assigns numbers to the events, and inserts those that cannot be derived from the row of
+    /// their call.
     pub(crate) fn insert_events(
         &mut self,
         position: i64,
@@ -166,7 +172,7 @@ impl WriterConnection {
         Ok(())
     }
 
-    /// Returns the last number that was assigned.
+    /// Returns the number that was assigned last.
     pub(crate) fn last_event_number(&mut self) -> rusqlite::Result<i64> {
         self.flush_inserts()?;
         Ok(self.last_event_number)
@@ -184,8 +190,8 @@ impl WriterConnection {
         self.ended.push((position, id.clone()));
     }
 
-    /// Finds the position of a call. The positions of open calls that this writer inserted are in
-    /// memory.
+    /// Finds the position of a call: in memory for an open call that this writer inserted,
+    /// otherwise in the database.
     pub(crate) fn find_position(
         &mut self,
         project: &str,
@@ -205,18 +211,19 @@ impl WriterConnection {
             .optional()
     }
 
-    /// Advances the low watermark to the first open call, at intervals. It may lag behind; it is
-    /// never ahead.
+    /// Advances the low watermark to the first open call, once per [`WATERMARK_INTERVAL`] ended
+    /// calls. The watermark may be too low, which only makes the next start scan more calls; it is
+    /// never too high.
     fn advance_low_watermark(&mut self) -> rusqlite::Result<()> {
         self.ended_since_watermark += self.ended.len();
         if !self.maintains_low_watermark || self.ended_since_watermark < WATERMARK_INTERVAL {
             return Ok(());
         }
         self.ended_since_watermark = 0;
-        // The set is as of the last commit: calls that this transaction ends only make the
-        // watermark lag.
-        let opened = self.opened.iter().map(|(position, _)| *position).min();
-        let Some(first) = self.open_calls.first().into_iter().chain(opened).min() else {
+        // `open_calls` still contains the calls that this transaction ends, so the watermark is at
+        // most too low.
+        let first_opened = self.opened.iter().map(|(position, _)| *position).min();
+        let Some(first) = self.open_calls.first().into_iter().chain(first_opened).min() else {
             return Ok(());
         };
         self.connection
