@@ -74,11 +74,11 @@ pub async fn run(context: &CommandContext, args: DoctorArgs) -> Result<(), Comma
     if let Ok(config) = &loaded {
         findings.extend(checks::check_data_dir(config));
         findings.push(checks::check_open_files(config));
-        let (port, runs) = port::check(context, config).await;
+        let (port, responds_on_port) = port::check(context, config).await;
         findings.push(port);
         let (store, has_keys) = checks::check_store(config).await;
         findings.push(store);
-        findings.extend(checks::check_store_lock(config, runs));
+        findings.extend(checks::check_store_lock(config, responds_on_port));
         findings.push(checks::check_keys(config, has_keys));
         findings.push(nats::check(config).await);
         if args.network {

@@ -1,4 +1,5 @@
-//! Parses typed input: arguments as `name=value`, and JSON from a file.
+//! Parses the arguments of a tool from the command line: `name=value`, and JSON from an option, a
+//! file or standard input.
 
 use std::io::Read;
 
@@ -6,7 +7,8 @@ use serde_json::{Map, Value};
 
 use super::failure::CommandFailure;
 
-/// Builds the arguments of a call: `--args` first, then each `name=value` over it.
+/// Builds the arguments of a call from `--args` and the `name=value` pairs, which override members
+/// of `--args`.
 pub fn parse_arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, CommandFailure> {
     let mut value = match json {
         Some(json) => read_json(json)?,
@@ -24,15 +26,14 @@ pub fn parse_arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Co
             return Err(CommandFailure::usage(format!("\"{pair}\" is not name=value"))
                 .hint("write query=\"weather in Beijing\", or --args '{\"query\": …}'"));
         };
-        // A value that parses as JSON is JSON; everything else is text, so that text needs no
-        // second pair of quotes.
+        // A value that is not JSON is text, so that text needs no second pair of quotes.
         let parsed = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
         object.insert(name.to_owned(), parsed);
     }
     Ok(value)
 }
 
-/// Reads JSON from the argument itself, from `@file`, or with `-` from standard input.
+/// Parses JSON from the argument itself, from the file of `@file`, or from standard input for `-`.
 fn read_json(json: &str) -> Result<Value, CommandFailure> {
     let (origin, text) = match json.strip_prefix('@') {
         _ if json == "-" => {
@@ -108,8 +109,8 @@ mod tests {
 
     #[test]
     fn invalid_input_is_refused_with_a_message() {
-        for odd in ["x", "=1", ""] {
-            assert!(parse_arguments(None, &pairs(&[odd])).is_err(), "{odd:?}");
+        for invalid in ["x", "=1", ""] {
+            assert!(parse_arguments(None, &pairs(&[invalid])).is_err(), "{invalid:?}");
         }
         assert!(parse_arguments(Some("{"), &[]).unwrap_err().message.contains("not JSON"));
         let deep = format!("a={}", "[".repeat(100_000));

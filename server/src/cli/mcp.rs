@@ -97,13 +97,12 @@ pub async fn run(context: &CommandContext, args: McpArgs) -> Result<(), CommandF
     if let Some(verb) = args.verb {
         return crate::cli::mcp::servers::run(context, verb, &args.storage).await;
     }
-    let has_server = context.global.server.is_some();
     if args.storage.is_set() && !context.server_from_flag {
         return run_embedded(context, &args).await;
     }
     // Without an explicit choice: the server on this machine if one is running, otherwise the data
     // directory.
-    if has_server || context.client()?.is_toolcrib_alive().await {
+    if context.global.server.is_some() || context.client()?.is_toolcrib_alive().await {
         return run_bridge(context, &args).await;
     }
     run_embedded(context, &args).await
@@ -118,10 +117,10 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
         && config.store.url.is_none()
         && let Some(fallback) = fallback_data_dir(&config.data_dir, |name| std::env::var_os(name))
     {
-        let (unusable, fallback_text) = (config.data_dir.display(), fallback.display());
-        context.output.print_note(&format!(
-            "{unusable} cannot be written: data is stored in {fallback_text}"
-        ));
+        let (unusable, replacement) = (config.data_dir.display(), fallback.display());
+        context
+            .output
+            .print_note(&format!("{unusable} cannot be written: data is stored in {replacement}"));
         config.data_dir = fallback;
     }
     telemetry::start_logging(&config.log.level, config.log.format);
@@ -168,33 +167,34 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
     ended.map_err(|error| CommandFailure::new(exit::FAILURE, "MCP", error.to_string()))
 }
 
-/// Returns a fallback data directory if this one is not writable and none was chosen: desktop
-/// applications start programs in any directory, often in `/`.
+/// Returns the user's data directory if this directory is not writable: desktop applications start
+/// programs in any directory, often in `/`. Creates the lock file to find out if the directory is
+/// writable. `lookup_env` returns an environment variable.
 fn fallback_data_dir(
     directory: &Path,
-    variable: impl Fn(&str) -> Option<OsString>,
+    lookup_env: impl Fn(&str) -> Option<OsString>,
 ) -> Option<PathBuf> {
     if file_permissions::create_owner_only(&directory.join("toolcrib.lock")).is_ok() {
         return None;
     }
     let absolute_path =
-        |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let home = || Some(absolute_path("HOME")?.join(".local/share"));
-    Some(absolute_path("XDG_DATA_HOME").or_else(home)?.join("toolcrib"))
+        |name: &str| lookup_env(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let default_data_home = || Some(absolute_path("HOME")?.join(".local/share"));
+    Some(absolute_path("XDG_DATA_HOME").or_else(default_data_home)?.join("toolcrib"))
 }
 
-/// Relays messages between the pipes and a server, unchanged except for the idempotency key of a
-/// call. A server that goes away and comes back is not noticed.
+/// Relays messages between the MCP client and a server. Only calls are changed: they get an
+/// idempotency key. The MCP client does not notice a restart of the server.
 async fn run_bridge(context: &CommandContext, args: &McpArgs) -> Result<(), CommandFailure> {
-    let client = context.client()?;
-    let url = format!("{}/mcp{}", client.server(), path_and_query(args));
+    let api_client = context.client()?;
+    let url = format!("{}/mcp{}", api_client.server(), path_and_query(args));
     // This client sends the key and the project with every request.
-    let http = RetryingClient::new(client.http_client(), client.server());
+    let http = RetryingClient::new(api_client.http_client(), api_client.server());
     let config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
-    let far = StreamableHttpClientTransport::with_client(http.clone(), config);
-    let near = AsyncRwTransport::new_server(mark_lines(tokio::io::stdin()), tokio::io::stdout());
-    let ended = relay_messages(near, far, &url).await;
-    // A cancellation that cannot be delivered any more leaves the call to its deadline.
+    let server = StreamableHttpClientTransport::with_client(http.clone(), config);
+    let client = AsyncRwTransport::new_server(mark_lines(tokio::io::stdin()), tokio::io::stdout());
+    let ended = relay_messages(client, server, &url).await;
+    // If a cancellation cannot be delivered in this time, its call ends by its deadline.
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, http.finish()).await;
     ended
 }
@@ -221,35 +221,37 @@ fn path_and_query(args: &McpArgs) -> String {
     path
 }
 
-/// Relays messages until one side closes. Messages are sent in the order in which they arrived: a
-/// message that is not a request is delivered before the next one is sent. Requests run
-/// concurrently.
+/// Relays messages between the MCP client and the server until one of them closes. Messages are
+/// sent in the order in which they arrived: a message that is not a request is delivered before the
+/// next one is sent. Requests run concurrently.
 async fn relay_messages(
-    mut near: impl Transport<RoleServer>,
-    mut far: impl Transport<RoleClient>,
+    mut client: impl Transport<RoleServer>,
+    mut server: impl Transport<RoleClient>,
     url: &str,
 ) -> Result<(), CommandFailure> {
     let mut requests = FuturesUnordered::new();
-    let mut first = Fuse::terminated();
-    // Ids of the requests that await a response, and the drain deadline once the near side has
-    // closed.
-    let (mut open, mut until) = (HashSet::new(), None::<Instant>);
-    while until.is_none() || !open.is_empty() || !first.is_terminated() {
+    // The delivery of a message that is not a request. While it runs, no other message is read.
+    let mut delivery = Fuse::terminated();
+    // Ids of the requests that await a response, and the drain deadline once the MCP client has
+    // closed its input.
+    let (mut open_requests, mut drain_deadline) = (HashSet::new(), None::<Instant>);
+    while drain_deadline.is_none() || !open_requests.is_empty() || !delivery.is_terminated() {
+        let reads_client = delivery.is_terminated() && drain_deadline.is_none();
         let answer = tokio::select! {
-            next = near.receive(), if first.is_terminated() && until.is_none() => match next {
+            next = client.receive(), if reads_client => match next {
                 None => {
-                    until = Some(Instant::now() + DRAIN_TIMEOUT);
+                    drain_deadline = Some(Instant::now() + DRAIN_TIMEOUT);
                     continue;
                 }
                 Some(message) => {
-                    let subscribes = is_subscription_request(&message);
-                    open.extend(request_id(&message).filter(|_| !subscribes));
-                    let (id, sending) = (request_id(&message), far.send(message));
+                    let is_subscription = is_subscription_request(&message);
+                    open_requests.extend(request_id(&message).filter(|_| !is_subscription));
+                    let (id, sending) = (request_id(&message), server.send(message));
                     let is_request = id.is_some();
                     let mut sending = Box::pin(async move { (id, sending.await.err()) });
                     match is_request {
-                        // The first poll hands the request to the transport, which settles its
-                        // place in the order.
+                        // The first poll hands the request to the transport, which fixes its place
+                        // in the order.
                         true => match futures::poll!(&mut sending) {
                             Poll::Pending => {
                                 requests.push(sending);
@@ -259,27 +261,27 @@ async fn relay_messages(
                             Poll::Ready((id, Some(error))) => relay_error(url, id, &error),
                         },
                         false => {
-                            first = sending.fuse();
+                            delivery = sending.fuse();
                             continue;
                         }
                     }
                 }
             },
-            () = sleep_until_or_forever(until) => break,
-            (id, failed) = &mut first => match failed {
+            () = sleep_until_or_forever(drain_deadline) => break,
+            (id, error) = &mut delivery => match error {
                 None => continue,
                 Some(error) => relay_error(url, id, &error),
             },
-            Some((id, failed)) = requests.next() => match failed {
+            Some((id, error)) = requests.next() => match error {
                 None => continue,
                 Some(error) => relay_error(url, id, &error),
             },
-            next = far.receive() => match next {
+            next = server.receive() => match next {
                 Some(message) => message,
                 None => {
-                    // The cause, if a failed message reports one.
-                    let failed = requests.next().now_or_never().flatten();
-                    let reason = failed.and_then(|(_, error)| Some(format!(": {}", error?)));
+                    // A request that has failed may report the cause.
+                    let ended_request = requests.next().now_or_never().flatten();
+                    let reason = ended_request.and_then(|(_, error)| Some(format!(": {}", error?)));
                     let message = format!("{url} does not answer{}", reason.unwrap_or_default());
                     return Err(CommandFailure::unreachable(message)
                         .hint("is the server running, and the key right? toolcrib doctor"));
@@ -287,18 +289,18 @@ async fn relay_messages(
             },
         };
         if let Some(id) = answered_request_id(&answer) {
-            open.remove(id);
+            open_requests.remove(id);
         }
-        if near.send(answer).await.is_err() {
+        if client.send(answer).await.is_err() {
             break;
         }
     }
-    // Responses that are still in flight have no reader.
-    let _ = tokio::time::timeout(CLOSE_TIMEOUT, far.close()).await;
+    // Responses that are still in flight are discarded.
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, server.close()).await;
     Ok(())
 }
 
-/// Builds the error for the near side about a message that was not delivered.
+/// Builds the error that tells the MCP client about a message that was not delivered.
 fn relay_error(
     url: &str,
     id: Option<RequestId>,
@@ -309,9 +311,9 @@ fn relay_error(
 }
 
 /// Sleeps until this time, or forever if there is none.
-async fn sleep_until_or_forever(until: Option<Instant>) {
-    match until {
-        Some(until) => tokio::time::sleep_until(until).await,
+async fn sleep_until_or_forever(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
         None => std::future::pending().await,
     }
 }
@@ -354,13 +356,13 @@ mod tests {
     #[test]
     fn an_unusable_data_directory_falls_back_to_the_users_data_home() {
         let directory = tempfile::tempdir().unwrap();
-        let lookup_in = |variables: &'static [(&str, &str)]| {
+        let lookup_env_in = |variables: &'static [(&str, &str)]| {
             move |name: &str| {
-                variables.iter().find(|(key, _)| *key == name).map(|(_, to)| to.into())
+                variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
             }
         };
         let writable = directory.path().join("toolcrib-data");
-        assert_eq!(fallback_data_dir(&writable, lookup_in(&[("HOME", "/home/ada")])), None);
+        assert_eq!(fallback_data_dir(&writable, lookup_env_in(&[("HOME", "/home/ada")])), None);
         // A file in its place: even a user who may write everywhere cannot use it as a directory.
         let occupied = directory.path().join("taken");
         std::fs::write(&occupied, "a file").unwrap();
@@ -374,7 +376,7 @@ mod tests {
             (&[], None),
         ] {
             assert_eq!(
-                fallback_data_dir(&occupied, lookup_in(variables)).as_deref(),
+                fallback_data_dir(&occupied, lookup_env_in(variables)).as_deref(),
                 expected.map(Path::new),
                 "{variables:?}"
             );
@@ -457,8 +459,12 @@ mod tests {
         for _ in 0..100 {
             tokio::task::yield_now().await;
         }
-        let so_far = ["ping", "tools/list", "notifications/initialized"];
-        assert_eq!(seen(), so_far, "requests are concurrent, and nothing overtakes a notification");
+        let expected = ["ping", "tools/list", "notifications/initialized"];
+        assert_eq!(
+            seen(),
+            expected,
+            "requests are concurrent, and nothing overtakes a notification"
+        );
         open.send_replace(true);
         while seen().len() < 4 {
             tokio::task::yield_now().await;

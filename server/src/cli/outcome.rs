@@ -1,4 +1,4 @@
-//! The outcome of a call: waits for it, and prints it with its exit code.
+//! Waits for the outcome of a call, prints it, and decides the exit code of the command.
 
 use std::time::{Duration, Instant};
 
@@ -10,28 +10,31 @@ use super::client::{ApiClient, ApiRequest};
 use super::failure::{CommandFailure, exit, hint_for_outcome};
 use super::output::{self, Output, TextStyle, now_ms, sanitize_line, str_member, u64_member};
 
-/// Time that one request waits; shorter than the timeouts of common proxies.
+/// Time that one request waits for the outcome; shorter than the timeouts of common proxies.
 const POLL_WAIT: Duration = Duration::from_secs(20);
+/// Pause after a request that returned sooner than this.
 const POLL_PAUSE: Duration = Duration::from_millis(300);
-/// Time that the first request waits, so that a call that cannot start is explained soon.
+/// Time that the first request waits. Short, so that the command soon shows why a call cannot
+/// start.
 const FIRST_POLL_WAIT: Duration = Duration::from_secs(1);
 
-/// Polls until the call has ended or the time is over, including across a restart of the server.
+/// Polls until the call has ended or the deadline has passed. Continues while the server is
+/// unreachable, because the call is stored.
 pub async fn await_outcome(
     output: Output,
     client: &ApiClient,
     spinner: &ProgressBar,
-    first: Value,
-    until: Instant,
+    initial: Value,
+    deadline: Instant,
 ) -> Result<Value, CommandFailure> {
-    let mut call = first;
+    let mut call = initial;
     let id = str_member(&call, "tool_call_id").to_owned();
     let tool = sanitize_line(str_member(&call, "tool_name"));
     let mut last_failure: Option<CommandFailure> = None;
     let mut poll_wait = FIRST_POLL_WAIT;
-    let mut is_explained = false;
+    let mut is_hold_shown = false;
     while !is_terminal(&call) {
-        let remaining = until.saturating_duration_since(Instant::now());
+        let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
             return match last_failure {
                 Some(failure) => Err(failure.hint(resume_hint(&id))),
@@ -39,9 +42,9 @@ pub async fn await_outcome(
             };
         }
         let status = sanitize_line(str_member(&call, "status"));
-        if let Some(detail) = hold_detail(&call).filter(|_| !is_explained) {
+        if let Some(detail) = hold_detail(&call).filter(|_| !is_hold_shown) {
             spinner.suspend(|| output.print_note(&detail));
-            is_explained = true;
+            is_hold_shown = true;
         }
         spinner.set_message(match last_failure {
             None => format!("{tool}  {status}  {id}"),
@@ -54,20 +57,21 @@ pub async fn await_outcome(
         let answer = tokio::select! {
             answer = client.request_json(request) => answer,
             _ = tokio::signal::ctrl_c() => {
+                // Not yet reported: the hint must be printed.
                 let interrupted =
                     CommandFailure { is_reported: false, ..CommandFailure::interrupted() };
                 return Err(interrupted.hint(resume_hint(&id)));
             }
         };
         match answer {
-            Ok(now) => {
-                call = now;
+            Ok(current) => {
+                call = current;
                 last_failure = None;
             }
             Err(failure) if failure.exit == exit::UNREACHABLE => last_failure = Some(failure),
             Err(failure) => return Err(failure),
         }
-        // Pauses between requests when the server does not wait or is unreachable.
+        // The server may respond without waiting, or be unreachable.
         if poll_start.elapsed() < POLL_PAUSE && !is_terminal(&call) {
             tokio::time::sleep(POLL_PAUSE).await;
         }
@@ -79,12 +83,13 @@ fn resume_hint(id: &str) -> String {
     format!("the call continues; resume with: toolcrib calls get {} --wait", sanitize_line(id))
 }
 
-/// Returns what an open call waits for, in words, if the server says.
+/// Returns the server's description of what an open call waits for, if there is one.
 pub fn hold_detail(call: &Value) -> Option<String> {
     call["hold"]["detail"].as_str().map(sanitize_line)
 }
 
-/// Names the questions of a call that waits for answers, and the command that answers them.
+/// Returns the hint for a call that waits for answers: its questions, and the command that answers
+/// them.
 fn answer_hint(id: &str, questions: &Value) -> String {
     let texts = questions.as_object().into_iter().flatten().map(|(key, question)| {
         let message = question["params"]["message"].as_str().unwrap_or_default();
@@ -100,7 +105,8 @@ fn is_terminal(call: &Value) -> bool {
     matches!(str_member(call, "status"), "SUCCEEDED" | "FAILED" | "TIMEOUT" | "CANCELED")
 }
 
-/// Prints the outcome: a summary line for people, the result, and the exit code.
+/// Prints the outcome: a summary line for people, and the result. The error has the exit code of a
+/// call that did not succeed.
 pub fn print_outcome(
     context: &CommandContext,
     call: &Value,
@@ -182,7 +188,7 @@ fn outcome_failure(call: &Value, exit: u8) -> CommandFailure {
     failure
 }
 
-/// Returns the duration of a call, up to now if it has not ended.
+/// Returns the time from the creation of a call to its end, or to now if it has not ended.
 pub fn elapsed_ms(call: &Value) -> Option<u64> {
     if let Some(ms) = u64_member(&call["outcome"]["metrics"], "latency_ms") {
         return Some(ms);
@@ -200,16 +206,16 @@ mod tests {
     #[test]
     fn every_outcome_has_its_exit_code() {
         let context = crate::cli::tests::context(true);
-        let exit = |status: &str| {
+        let exit_code = |status: &str| {
             let call = json!({"tool_call_id": "tc_1", "status": status, "error": {"code": "X"}});
             print_outcome(&context, &call, Duration::ZERO).err().map(|failure| failure.exit)
         };
-        assert_eq!(exit("SUCCEEDED"), None);
-        assert_eq!(exit("FAILED"), Some(exit::TOOL_FAILED));
-        assert_eq!(exit("TIMEOUT"), Some(exit::TIMED_OUT));
-        assert_eq!(exit("CANCELED"), Some(exit::FAILURE));
-        assert_eq!(exit("RUNNING"), Some(exit::TIMED_OUT));
-        assert_eq!(exit("\u{1b}?"), Some(exit::TIMED_OUT));
+        assert_eq!(exit_code("SUCCEEDED"), None);
+        assert_eq!(exit_code("FAILED"), Some(exit::TOOL_FAILED));
+        assert_eq!(exit_code("TIMEOUT"), Some(exit::TIMED_OUT));
+        assert_eq!(exit_code("CANCELED"), Some(exit::FAILURE));
+        assert_eq!(exit_code("RUNNING"), Some(exit::TIMED_OUT));
+        assert_eq!(exit_code("\u{1b}?"), Some(exit::TIMED_OUT));
     }
 
     #[test]

@@ -131,8 +131,8 @@ impl Output {
         let table = render_table(columns, &rows, self.colour, terminal_width());
         self.print_line(&table.text)?;
         if !table.hidden.is_empty() {
-            let heads = table.hidden.join(", ");
-            self.print_note(&format!("hidden: {heads} (see --json)"));
+            let hidden = table.hidden.join(", ");
+            self.print_note(&format!("hidden: {hidden} (see --json)"));
         }
         Ok(())
     }

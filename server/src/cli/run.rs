@@ -2,13 +2,13 @@
 //!
 //! The server stores the run, so the command reopens a broken stream after the last event it
 //! received, and prints how to follow the run when the user stops watching. If no server is running
-//! and none was given, the command starts one on the data directory for the duration of the run.
+//! and none was given, or if a data directory is given, the command starts a server on the data
+//! directory for the duration of the run.
 
 pub(super) mod manage;
 mod replay;
 mod tree;
 mod view;
-use std::io::Read;
 use std::time::Duration;
 
 use clap::Args;
@@ -25,10 +25,11 @@ use super::output::{str_member, u64_member};
 use super::{CommandContext, StorageArgs};
 use crate::bootstrap::{self, ServerRuntime};
 
+/// Pause between two attempts to reconnect.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
-/// Maximum time to reconnect to an unreachable server.
+/// Time for which the command tries to reconnect to an unreachable server.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time that an embedded engine has to finish running work.
+/// Maximum time for an embedded server to finish running work, and again to send its telemetry.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -51,38 +52,43 @@ Examples:
 pub struct RunArgs {
     /// The question; - reads it from standard input
     question: Option<String>,
-    /// Further words, for an error message that helps
-    #[arg(hide = true, conflicts_with = "which")]
+    /// Further words: they are refused, with the quoted question as advice
+    #[arg(hide = true, conflicts_with = "existing_run")]
     rest: Vec<String>,
     /// The model [default: the server's first; for --replay, the recorded one]
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["more", "resume", "follow"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["continued", "resume", "follow"])]
     model: Option<String>,
     /// Only these tools: names and patterns
-    #[arg(long, value_name = "PATTERN", value_delimiter = ',', conflicts_with = "which")]
+    #[arg(long, value_name = "PATTERN", value_delimiter = ',', conflicts_with = "existing_run")]
     tools: Option<Vec<String>>,
     /// Tool definitions the model receives: auto, all, search or pinned
-    #[arg(long, value_name = "MODE", conflicts_with = "which")]
+    #[arg(long, value_name = "MODE", conflicts_with = "existing_run")]
     tool_mode: Option<String>,
     /// Tools that every request offers in the modes search and pinned: names and patterns
-    #[arg(long = "pin", value_name = "PATTERN", value_delimiter = ',', conflicts_with = "which")]
+    #[arg(
+        long = "pin",
+        value_name = "PATTERN",
+        value_delimiter = ',',
+        conflicts_with = "existing_run"
+    )]
     pinned_tools: Option<Vec<String>>,
     /// System prompt for the model
-    #[arg(long, value_name = "TEXT", conflicts_with = "which")]
+    #[arg(long, value_name = "TEXT", conflicts_with = "existing_run")]
     system: Option<String>,
     /// Maximum number of answers from the model
-    #[arg(long, value_name = "N", conflicts_with = "which")]
+    #[arg(long, value_name = "N", conflicts_with = "existing_run")]
     steps: Option<u32>,
     /// Continue the conversation of this run
-    #[arg(long = "continue", value_name = "RUN", group = "which")]
-    more: Option<String>,
+    #[arg(long = "continue", value_name = "RUN", group = "existing_run")]
+    continued: Option<String>,
     /// Resume a run that failed or was canceled
-    #[arg(long, value_name = "RUN", group = "which")]
+    #[arg(long, value_name = "RUN", group = "existing_run")]
     resume: Option<String>,
     /// Follow a run from its start
-    #[arg(long, value_name = "RUN", group = "which")]
+    #[arg(long, value_name = "RUN", group = "existing_run")]
     follow: Option<String>,
     /// Replay a recorded run against its recorded results and show the differences
-    #[arg(long, value_name = "RUN", group = "which")]
+    #[arg(long, value_name = "RUN", group = "existing_run")]
     replay: Option<String>,
     #[command(flatten)]
     storage: StorageArgs,
@@ -96,25 +102,27 @@ struct RunServer {
 
 pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandFailure> {
     let question = read_question(&args)?;
-    let site = connect_or_embed(context, &args).await?;
+    let server = connect_or_embed(context, &args).await?;
     let run_id = Mutex::new(String::new());
     let outcome = tokio::select! {
         biased;
-        outcome = start_and_watch(context, &site.client, &args, question, &run_id) => outcome,
+        outcome = start_and_watch(context, &server.client, &args, question, &run_id) => outcome,
         _ = tokio::signal::ctrl_c() => {
-            let how = if site.embedded.is_some() { "when a server is started here" } else { "there" };
+            let continuation =
+                if server.embedded.is_some() { "when a server is started here" } else { "there" };
             let run = run_id.lock().clone();
             if !run.is_empty() {
                 let follow_command = format!("toolcrib run --follow {run}");
-                context.output.print_note(&format!("\nthe run continues {how}; {follow_command}"));
+                let note = format!("\nthe run continues {continuation}; {follow_command}");
+                context.output.print_note(&note);
             }
             Err(CommandFailure::interrupted())
         }
     };
-    if let Some((served, stop)) = site.embedded {
-        served.engine.shut_down(SHUTDOWN_TIMEOUT).await;
+    if let Some((runtime, stop)) = server.embedded {
+        runtime.engine.shut_down(SHUTDOWN_TIMEOUT).await;
         stop.cancel();
-        served.flush_telemetry(SHUTDOWN_TIMEOUT).await;
+        runtime.flush_telemetry(SHUTDOWN_TIMEOUT).await;
     }
     outcome
 }
@@ -122,33 +130,32 @@ pub async fn run(context: &CommandContext, args: RunArgs) -> Result<(), CommandF
 /// Reads the question. Returns `None` for options that take no question.
 fn read_question(args: &RunArgs) -> Result<Option<String>, CommandFailure> {
     check_words(args)?;
-    let silent = args.resume.is_some() || args.follow.is_some() || args.replay.is_some();
+    let takes_no_question = args.resume.is_some() || args.follow.is_some() || args.replay.is_some();
     let question = match args.question.as_deref() {
         Some("-") => {
-            let mut read = String::new();
-            std::io::stdin().read_to_string(&mut read)?;
-            Some(read.trim().to_owned())
+            let text = std::io::read_to_string(std::io::stdin())?;
+            Some(text.trim().to_owned())
         }
         other => other.map(str::to_owned),
     };
     match question {
-        Some(_) if silent => Err(CommandFailure::usage("this option takes no question")),
-        None if !silent => Err(CommandFailure::usage("the question is missing")
+        Some(_) if takes_no_question => Err(CommandFailure::usage("this option takes no question")),
+        None if !takes_no_question => Err(CommandFailure::usage("the question is missing")
             .hint("toolcrib run --model demo 'What is 6 * 7?'")),
         Some(text) if text.is_empty() => Err(CommandFailure::usage("the question is empty")),
         question => Ok(question),
     }
 }
 
-/// Commands of `toolcrib runs` that must not become a question to a model.
+/// Commands of `toolcrib runs` that `toolcrib run` does not send to a model as a question.
 const RUNS_COMMANDS: [&str; 7] = ["ls", "list", "show", "get", "follow", "cancel", "tree"];
 
 /// Refuses a command of `toolcrib runs`, and a question of several arguments.
 fn check_words(args: &RunArgs) -> Result<(), CommandFailure> {
     let Some(question) = &args.question else { return Ok(()) };
-    let is_run = |word: &String| word.starts_with("run_");
+    let is_run_id = |word: &String| word.starts_with("run_");
     let is_command = RUNS_COMMANDS.contains(&question.as_str())
-        && (args.rest.is_empty() || args.rest.iter().all(is_run));
+        && (args.rest.is_empty() || args.rest.iter().all(is_run_id));
     if is_command {
         let rest: String = args.rest.iter().map(|word| format!(" {word}")).collect();
         let message = format!("\"{question}\" is a command of toolcrib runs, not a question");
@@ -165,6 +172,7 @@ fn check_words(args: &RunArgs) -> Result<(), CommandFailure> {
     Err(CommandFailure::usage(message).hint(format!("toolcrib run '{words}'")))
 }
 
+/// Returns the running server, or starts one in this process on the data directory.
 async fn connect_or_embed(
     context: &CommandContext,
     args: &RunArgs,
@@ -175,22 +183,24 @@ async fn connect_or_embed(
         return Ok(RunServer { client, embedded: None });
     }
     let config = context.config(Some(&"127.0.0.1:0".to_owned()), &args.storage)?;
-    let served = bootstrap::start_server(&config).await?;
+    let runtime = bootstrap::start_server(&config).await?;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let address = format!("http://{}", listener.local_addr()?);
-    let router = bootstrap::router_without_mcp_servers(&config, served.engine.clone());
+    let router = bootstrap::router_without_mcp_servers(&config, runtime.engine.clone());
     let stop = CancellationToken::new();
-    let stopped = stop.clone();
-    tokio::spawn(
-        async move { crate::serve::serve_listener(listener, router, &config, stopped).await },
-    );
+    let stop_serving = stop.clone();
+    tokio::spawn(async move {
+        crate::serve::serve_listener(listener, router, &config, stop_serving).await
+    });
     let (key, project) = (context.global.key.as_deref(), context.global.project.as_deref());
     Ok(RunServer {
         client: ApiClient::new(&address, key, project)?,
-        embedded: Some((served, stop)),
+        embedded: Some((runtime, stop)),
     })
 }
 
+/// Starts, continues, resumes, follows or replays the run that the arguments name, and shows it.
+/// `run_id` receives the id once it is known, so that an interruption can print it.
 async fn start_and_watch(
     context: &CommandContext,
     client: &ApiClient,
@@ -212,7 +222,7 @@ async fn start_and_watch(
             since_ms: u64_member(&resumed, "updated_at_ms"),
             ..RunWatcher::from_start(run)
         }
-    } else if let Some(run) = &args.more {
+    } else if let Some(run) = &args.continued {
         let body = json!({ "messages": [{ "role": "user", "content": question }] });
         let accepted =
             client.request_json(ApiRequest::post(&["v1", "runs", run, "messages"], body)).await?;
@@ -231,6 +241,7 @@ async fn start_and_watch(
     watcher.watch_to_end(client, &mut view).await
 }
 
+/// Builds the body of `POST /v1/runs`.
 fn run_request_body(args: &RunArgs, question: Option<String>) -> Value {
     let mut messages = Vec::new();
     if let Some(system) = &args.system {
@@ -258,7 +269,7 @@ fn run_request_body(args: &RunArgs, question: Option<String>) -> Value {
     Value::Object(body)
 }
 
-/// Reads a stream of events, batch by batch.
+/// Reads the events of a stream, one batch per chunk of data.
 struct RunEventReader {
     stream: Response,
     parser: SseParser,
@@ -269,31 +280,31 @@ impl RunEventReader {
         Self { stream, parser: SseParser::default() }
     }
 
-    /// Returns the next messages, or `None` at the end of the stream. An error is a broken
-    /// connection.
+    /// Returns the next events, or `None` at the end of the stream. Fails if the connection breaks
+    /// or an event is too large.
     async fn next(
         &mut self,
     ) -> Result<Option<Vec<toolcrib_protocol::sse::SseEvent>>, CommandFailure> {
-        let lost = |_| CommandFailure::unreachable("the connection to the server broke");
-        let Some(bytes) = self.stream.chunk().await.map_err(lost)? else { return Ok(None) };
-        let messages = self.parser.push(&bytes).map_err(|_| {
+        let broken = |_| CommandFailure::unreachable("the connection to the server broke");
+        let Some(bytes) = self.stream.chunk().await.map_err(broken)? else { return Ok(None) };
+        let events = self.parser.push(&bytes).map_err(|_| {
             let message = "an event of the server exceeds the size limit";
             CommandFailure::new(exit::FAILURE, "NOT_SSE", message)
         })?;
-        Ok(Some(messages))
+        Ok(Some(events))
     }
 }
 
-/// Watches a run.
+/// Shows the events of a run until it ends, and reopens a stream that breaks.
 struct RunWatcher {
     run: String,
     /// Id of the last stored event that was received.
     last_event_id: Option<String>,
-    /// Earlier events are not shown. Cleared at the first event at or after this time.
+    /// Events before this time are not shown. Cleared by the first event at or after it.
     since_ms: Option<u64>,
     stream: Option<Response>,
-    /// Set if the server stores no run with this id, which then only groups calls, like that of a
-    /// chat completion: the failure to report if there are no calls either.
+    /// Set if the server stores no run with this id. The id may still group calls, as that of a
+    /// chat completion does; this is the failure to report if it does not.
     not_stored: Option<CommandFailure>,
 }
 
@@ -304,7 +315,7 @@ impl RunWatcher {
         Self { run: run.to_owned(), last_event_id, since_ms, stream: None, not_stored: None }
     }
 
-    /// Watches a run that exists: a stored one, or the calls of a conversation.
+    /// Watches a run that exists: a stored one, or the calls that have this run id.
     async fn for_existing(client: &ApiClient, run: &str) -> Result<Self, CommandFailure> {
         let not_stored = match client.request_json(ApiRequest::get(&["v1", "runs", run])).await {
             Ok(_) => None,
@@ -341,9 +352,9 @@ impl RunWatcher {
                 },
             };
             unreachable_since = None;
-            let mut messages = RunEventReader::new(stream);
+            let mut reader = RunEventReader::new(stream);
             let is_stream_complete = loop {
-                let batch = match messages.next().await {
+                let batch = match reader.next().await {
                     Ok(Some(batch)) => batch,
                     Ok(None) => break true,
                     Err(_) => break false,
@@ -353,7 +364,7 @@ impl RunWatcher {
                     if self.run.is_empty() {
                         self.run = str_member(&event, "run_id").to_owned();
                     }
-                    if self.is_new(&event) {
+                    if self.should_show(&event) {
                         view.show_event(&event)?;
                     }
                     self.last_event_id = message.id.or(self.last_event_id.take());
@@ -366,23 +377,23 @@ impl RunWatcher {
                 return if view.show_idle() { Ok(()) } else { Err(not_stored) };
             }
             view.note_disconnect();
-            // The server's clock may have been set back meanwhile: too many events are better than
-            // none.
+            // No event reached `since_ms`, because the server's clock was set back. All events are
+            // shown then: too many are better than none.
             if is_stream_complete && self.since_ms.take().is_some() {
                 self.last_event_id = None;
             }
         }
     }
 
-    /// Returns true if an event is to be shown. The first such event is stored before the stream is
-    /// opened, so it is found however long the run's journal is.
-    fn is_new(&mut self, event: &Value) -> bool {
+    /// Returns true if the event, or one before it, is at or after `since_ms`. The server stores
+    /// the first such event before the stream is opened, so the stream always contains it.
+    fn should_show(&mut self, event: &Value) -> bool {
         let Some(since_ms) = self.since_ms else { return true };
-        let is_new = u64_member(event, "at_ms").is_some_and(|at_ms| at_ms >= since_ms);
-        if is_new {
+        let is_recent = u64_member(event, "at_ms").is_some_and(|at_ms| at_ms >= since_ms);
+        if is_recent {
             self.since_ms = None;
         }
-        is_new
+        is_recent
     }
 
     async fn reopen_stream(&self, client: &ApiClient) -> Result<Response, CommandFailure> {

@@ -66,7 +66,7 @@ impl Config {
         let mut by_project = group_by_project("rules", &self.rules)?;
         if let Some(file) = &self.rules_file {
             let invalid = |reason: String| ConfigError::invalid("rules_file", reason);
-            let document = read_rules_file(file).map_err(invalid)?;
+            let document = read_toml_or_json(file).map_err(invalid)?;
             let rules = document["rules"].as_array().cloned();
             let rules = rules.ok_or_else(|| invalid("has no list named rules".to_owned()))?;
             for (project, rules) in group_by_project("rules_file", &rules)? {
@@ -100,8 +100,8 @@ fn group_by_project(
     Ok(by_project)
 }
 
-/// Reads a document from a file: TOML if its name ends so, otherwise JSON.
-pub fn read_rules_file(file: &Path) -> Result<Value, String> {
+/// Reads a document from a file: TOML if the name ends in `.toml`, otherwise JSON.
+pub fn read_toml_or_json(file: &Path) -> Result<Value, String> {
     let shown = file.display();
     let text =
         std::fs::read_to_string(file).map_err(|error| format!("cannot read {shown}: {error}"))?;

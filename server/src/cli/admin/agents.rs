@@ -1,4 +1,4 @@
-//! `agents`: agents that can be called like tools.
+//! `toolcrib agents`: lists, shows, defines and removes agents, which are called like tools.
 
 use std::path::{Path, PathBuf};
 
@@ -110,16 +110,16 @@ pub async fn agents(context: &CommandContext, args: AgentsArgs) -> Result<(), Co
 
 /// Reads the agents of a file: one, or a list named `agents`.
 fn read_agents(file: &Path) -> Result<Vec<Value>, CommandFailure> {
-    let shown = file.display();
+    let file_name = file.display();
     let document = if file.as_os_str() == "-" {
         let text = std::io::read_to_string(std::io::stdin())?;
         parse_yaml("standard input", &text)?
     } else if file.extension().is_some_and(|extension| extension == "toml") {
-        crate::config::rules::read_rules_file(file).map_err(CommandFailure::usage)?
+        crate::config::rules::read_toml_or_json(file).map_err(CommandFailure::usage)?
     } else {
         let text = std::fs::read_to_string(file);
-        let unreadable = |error| CommandFailure::usage(format!("cannot read {shown}: {error}"));
-        parse_yaml(&shown.to_string(), &text.map_err(unreadable)?)?
+        let unreadable = |error| CommandFailure::usage(format!("cannot read {file_name}: {error}"));
+        parse_yaml(&file_name.to_string(), &text.map_err(unreadable)?)?
     };
     let documents = match document.get("agents") {
         Some(Value::Array(agents)) => agents.clone(),
@@ -127,15 +127,16 @@ fn read_agents(file: &Path) -> Result<Vec<Value>, CommandFailure> {
     };
     for document in &documents {
         if str_member(document, "agent_id").is_empty() {
-            return Err(CommandFailure::usage(format!("{shown}: an agent has no agent_id")));
+            return Err(CommandFailure::usage(format!("{file_name}: an agent has no agent_id")));
         }
     }
     Ok(documents)
 }
 
-fn parse_yaml(shown: &str, text: &str) -> Result<Value, CommandFailure> {
+/// Parses YAML, of which JSON is a subset. `origin` names the text in an error.
+fn parse_yaml(origin: &str, text: &str) -> Result<Value, CommandFailure> {
     toolcrib_protocol::yaml::parse(text)
-        .map_err(|reason| CommandFailure::usage(format!("{shown} cannot be read: {reason}")))
+        .map_err(|reason| CommandFailure::usage(format!("{origin} cannot be read: {reason}")))
 }
 
 fn print_agents(context: &CommandContext, agents: &Value) -> Result<(), CommandFailure> {
@@ -149,9 +150,8 @@ fn print_agents(context: &CommandContext, agents: &Value) -> Result<(), CommandF
             "" => str_member(profile, "instructions"),
             about => about,
         };
-        let words =
-            ["agent_id", "driver", "worker_target"].map(|m| str_member(agent, m).to_owned());
-        let [id, driver, target] = words;
+        let [id, driver, target] =
+            ["agent_id", "driver", "worker_target"].map(|name| str_member(agent, name).to_owned());
         vec![id, version, driver, target, about.chars().take(200).collect()]
     };
     let rows = array_member(agents, "agents").iter().map(row).collect();

@@ -14,7 +14,7 @@ use crate::cli::failure::CommandFailure;
 use crate::cli::input::parse_arguments;
 use crate::cli::output::{Column, format_local_time, sanitize_line, str_member, u64_member};
 use crate::cli::{CommandContext, StorageArgs};
-use crate::config::rules::read_rules_file;
+use crate::config::rules::read_toml_or_json;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -348,7 +348,7 @@ fn read_document(set: &str) -> Result<Value, CommandFailure> {
         let hint = format!("the starter sets are {}", STARTER_SETS.join(", "));
         return Err(CommandFailure::usage(message).hint(hint));
     }
-    read_rules_file(file).map_err(CommandFailure::usage)
+    read_toml_or_json(file).map_err(CommandFailure::usage)
 }
 
 async fn explain(

@@ -15,7 +15,7 @@ use crate::cli::output::{
 };
 use crate::cli::{CommandContext, watch};
 
-/// Number of decisions in one request.
+/// Maximum number of decisions in one request.
 const MAX_DECISIONS: usize = 1_000;
 
 #[derive(Debug, Args)]
@@ -156,12 +156,12 @@ async fn list(context: &CommandContext, filters: ApprovalFilters) -> Result<(), 
         true => None,
         false => Some(filters.status.unwrap_or_else(|| "pending".to_owned())),
     };
-    let ask = ApiRequest::get(&["v1", "approvals"])
+    let request = ApiRequest::get(&["v1", "approvals"])
         .query("status", status)
         .query("tool_name", filters.tool)
         .query("limit", filters.limit)
         .query("cursor", filters.cursor);
-    let answer = context.client()?.request_json(ask).await?;
+    let answer = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&answer);
@@ -198,9 +198,10 @@ async fn list(context: &CommandContext, filters: ApprovalFilters) -> Result<(), 
     Ok(())
 }
 
-/// Returns the requester in a few words: the agent, and the user that it acts for.
-fn requester(body: &Value) -> String {
-    let by = &body["requested_by"];
+/// Returns the requester of an approval or a standing approval: the agent, and the user that it
+/// acts for.
+fn requester(approval: &Value) -> String {
+    let by = &approval["requested_by"];
     match by["user"].as_str() {
         Some(user) => format!("{} for {user}", str_member(by, "agent")),
         None => str_member(by, "agent").to_owned(),
@@ -208,8 +209,8 @@ fn requester(body: &Value) -> String {
 }
 
 async fn show(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::get(&["v1", "approvals", id]);
-    let approval = context.client()?.request_json(ask).await?;
+    let request = ApiRequest::get(&["v1", "approvals", id]);
+    let approval = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&approval);
@@ -258,7 +259,7 @@ async fn show(context: &CommandContext, id: &str) -> Result<(), CommandFailure> 
 
 async fn approve(context: &CommandContext, args: ApproveArgs) -> Result<(), CommandFailure> {
     let until = args.until.as_deref().map(parse_until);
-    let other = args.args.as_deref().map(|text| {
+    let new_args = args.args.as_deref().map(|text| {
         serde_json::from_str::<Value>(text)
             .map_err(|error| CommandFailure::usage(format!("--args is not JSON: {error}")))
     });
@@ -270,13 +271,14 @@ async fn approve(context: &CommandContext, args: ApproveArgs) -> Result<(), Comm
     if let Some(until) = until {
         decision["until"] = until;
     }
-    if let Some(other) = other.transpose()? {
-        decision["args"] = other;
+    if let Some(new_args) = new_args.transpose()? {
+        decision["args"] = new_args;
     }
     decide(context, args.targets, decision).await
 }
 
-/// Returns the end of a standing approval: a duration from now on, or the text itself.
+/// Returns the end of a standing approval: the end of a duration from now in Unix milliseconds, or
+/// the text itself, which the server parses as a time.
 fn parse_until(text: &str) -> Value {
     match toolcrib_protocol::duration::parse_duration(text) {
         Ok(duration) => {
@@ -305,13 +307,14 @@ async fn decide(
     let decisions: Vec<Value> = ids
         .iter()
         .map(|id| {
-            let mut one = decision.clone();
-            one["approval_id"] = json!(id);
-            one
+            let mut decision = decision.clone();
+            decision["approval_id"] = json!(id);
+            decision
         })
         .collect();
-    let ask = ApiRequest::post(&["v1", "approvals", "decide"], json!({ "decisions": decisions }));
-    let answer = client.request_json(ask).await?;
+    let request =
+        ApiRequest::post(&["v1", "approvals", "decide"], json!({ "decisions": decisions }));
+    let answer = client.request_json(request).await?;
     if output.json {
         output.print_json(&answer)?;
     } else {
@@ -328,17 +331,18 @@ async fn decide(
     }
 }
 
+/// Returns the ids of the pending approvals that the caller may see.
 async fn find_pending(
     client: &ApiClient,
     tool: Option<String>,
 ) -> Result<Vec<String>, CommandFailure> {
-    let ask = ApiRequest::get(&["v1", "approvals"])
+    let request = ApiRequest::get(&["v1", "approvals"])
         .query("status", Some("pending"))
         .query("tool_name", tool)
         .query("limit", Some(MAX_DECISIONS));
-    let answer = client.request_json(ask).await?;
-    let ids = members(&answer, "approvals").iter();
-    Ok(ids.map(|approval| str_member(approval, "approval_id").to_owned()).collect())
+    let answer = client.request_json(request).await?;
+    let approvals = members(&answer, "approvals").iter();
+    Ok(approvals.map(|approval| str_member(approval, "approval_id").to_owned()).collect())
 }
 
 fn describe_result(result: &Value) -> String {
@@ -360,8 +364,8 @@ fn describe_result(result: &Value) -> String {
 }
 
 async fn list_standing(context: &CommandContext) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::get(&["v1", "approvals", "standing"]);
-    let answer = context.client()?.request_json(ask).await?;
+    let request = ApiRequest::get(&["v1", "approvals", "standing"]);
+    let answer = context.client()?.request_json(request).await?;
     let output = context.output;
     if output.json {
         return output.print_json(&answer);
@@ -391,8 +395,8 @@ async fn list_standing(context: &CommandContext) -> Result<(), CommandFailure> {
 }
 
 async fn revoke(context: &CommandContext, id: &str) -> Result<(), CommandFailure> {
-    let ask = ApiRequest::new(Method::DELETE, &["v1", "approvals", "standing", id]);
-    let revoked = context.client()?.request_json(ask).await?;
+    let request = ApiRequest::new(Method::DELETE, &["v1", "approvals", "standing", id]);
+    let revoked = context.client()?.request_json(request).await?;
     if context.output.json {
         return context.output.print_json(&revoked);
     }

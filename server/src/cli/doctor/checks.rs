@@ -1,4 +1,5 @@
-//! The checks, one function each.
+//! The checks of `toolcrib doctor`, one function each. The checks of the port and of NATS have
+//! their own files.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,9 +13,10 @@ use crate::cli::failure::CommandFailure;
 use crate::cli::output::format_bytes;
 use crate::config::{Config, DEFAULT_FILE, StoreLocation};
 
-/// Below this a server will soon stop accepting calls.
+/// Free space below which the disk check is a warning.
 const LOW_SPACE_BYTES: u64 = 1 << 30;
-/// Below this a server does not accept calls.
+/// Free space below which the disk check is an error. A server has no such threshold: it refuses
+/// calls once a commit fails.
 const MIN_SPACE_BYTES: u64 = 64 << 20;
 const NETWORK_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -25,11 +27,11 @@ pub fn check_config(
     const CHECK_NAME: &str = "config";
     match loaded {
         Ok(config) => {
-            let from = match &config.file {
+            let origin = match &config.file {
                 Some(file) => file.display().to_string(),
                 None => format!("defaults (there is no {DEFAULT_FILE} here)"),
             };
-            CheckResult::ok(CHECK_NAME, from)
+            CheckResult::ok(CHECK_NAME, origin)
         }
         Err(failure) => {
             let hint = failure.hint.clone().unwrap_or_else(|| {
@@ -96,27 +98,28 @@ fn check_disk_space(dir: &Path) -> CheckResult {
     CheckResult::ok(CHECK_NAME, message)
 }
 
-/// Checks the limit on open files: each connection needs one.
+/// Checks the limit on open files: each connection is an open file.
 pub fn check_open_files(config: &Config) -> CheckResult {
     const CHECK_NAME: &str = "files";
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
-    let soft = line.and_then(|rest| rest.split_whitespace().next());
+    let soft_limit = line.and_then(|rest| rest.split_whitespace().next());
+    // The store, MCP servers and outgoing requests need open files too.
     let required = config.limits.max_connections as u64 + 100;
-    match soft.map(str::parse::<u64>) {
+    match soft_limit.map(str::parse::<u64>) {
         None => CheckResult::ok(CHECK_NAME, "the limit on open files is not known"),
         // Not a number: "unlimited".
         Some(Err(_)) => CheckResult::ok(CHECK_NAME, "no limit on open files"),
-        Some(Ok(soft)) if soft < required => CheckResult::warning(
+        Some(Ok(limit)) if limit < required => CheckResult::warning(
             CHECK_NAME,
-            format!("{soft} open files allowed, and limits.max_connections needs {required}"),
+            format!("{limit} open files allowed, and limits.max_connections needs {required}"),
             "raise it (ulimit -n, LimitNOFILE), or lower limits.max_connections",
         ),
-        Some(Ok(soft)) => CheckResult::ok(CHECK_NAME, format!("{soft} open files allowed")),
+        Some(Ok(limit)) => CheckResult::ok(CHECK_NAME, format!("{limit} open files allowed")),
     }
 }
 
-/// Checks the store. Returns true as well if it contains keys.
+/// Checks the store. The second value is true if the store has keys.
 pub async fn check_store(config: &Config) -> (CheckResult, bool) {
     const CHECK_NAME: &str = "store";
     let path = match config.store_location() {
@@ -170,11 +173,12 @@ pub async fn check_store(config: &Config) -> (CheckResult, bool) {
     }
 }
 
-/// Reports a server that locks the data directory but is not the one on the port: another server
-/// would not start.
-pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
+/// Reports a server that holds the lock of the database and does not listen on the configured port:
+/// a second server on the database would not start. `responds_on_port` is true if a server responds
+/// on that port.
+pub fn check_store_lock(config: &Config, responds_on_port: bool) -> Option<CheckResult> {
     let path = match config.store_location() {
-        Ok(StoreLocation::Sqlite(path)) if !runs => path,
+        Ok(StoreLocation::Sqlite(path)) if !responds_on_port => path,
         _ => return None,
     };
     crate::open_store::is_locked_by_server(&path).then(|| {
@@ -191,7 +195,7 @@ pub fn check_store_lock(config: &Config, runs: bool) -> Option<CheckResult> {
     })
 }
 
-/// Checks a PostgreSQL store.
+/// Checks a PostgreSQL store. The second value is true if the store has keys.
 async fn check_postgres_store(config: &Config, location: &StoreLocation) -> (CheckResult, bool) {
     const CHECK_NAME: &str = "store";
     let url = location.redacted();
@@ -232,6 +236,8 @@ pub fn check_keys(config: &Config, has_keys: bool) -> CheckResult {
     }
 }
 
+/// Checks that the database of the built-in tool `database.query` can be reached. It is not the
+/// store.
 pub async fn check_database(config: &Config) -> CheckResult {
     const CHECK_NAME: &str = "database";
     let hint = "check builtin.database.url, and that this machine may connect";
@@ -259,6 +265,7 @@ pub async fn check_database(config: &Config) -> CheckResult {
     }
 }
 
+/// Checks the two services that the built-in tool `weather.query` uses.
 pub async fn check_weather(config: &Config) -> CheckResult {
     const CHECK_NAME: &str = "weather";
     let weather = &config.builtin.weather;
@@ -302,9 +309,9 @@ mod tests {
         assert_eq!(check_keys(&config("0.0.0.0:8080"), true).state, CheckState::Ok);
         assert_eq!(check_keys(&config("[::1]:8080"), false).state, CheckState::Ok);
         // With OAuth configured, every request needs a token.
-        let mut issued = config("0.0.0.0:8080");
-        issued.auth.oauth = Some(crate::config::OauthSettings::default());
-        assert_eq!(check_keys(&issued, false).state, CheckState::Ok);
+        let mut with_oauth = config("0.0.0.0:8080");
+        with_oauth.auth.oauth = Some(crate::config::OauthSettings::default());
+        assert_eq!(check_keys(&with_oauth, false).state, CheckState::Ok);
     }
 
     #[tokio::test]

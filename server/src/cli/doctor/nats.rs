@@ -12,18 +12,21 @@ use crate::cli::output::format_bytes;
 use crate::config::Config;
 
 const CHECK_NAME: &str = "nats";
-const LIMIT: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub async fn check(config: &Config) -> CheckResult {
-    let Some(address) = crate::bootstrap::nats_endpoint(&config.nats) else {
-        return CheckResult::ok(CHECK_NAME, "none; tools over NATS are reported on over HTTP only");
+    let Some(endpoint) = crate::bootstrap::nats_endpoint(&config.nats) else {
+        return CheckResult::ok(
+            CHECK_NAME,
+            "none; calls of tools over NATS wait for a report over HTTP",
+        );
     };
-    let redacted_urls = redact_urls(&address.url);
-    match tokio::time::timeout(LIMIT, probe_nats(&address, &redacted_urls)).await {
+    let redacted_urls = redact_urls(&endpoint.url);
+    match tokio::time::timeout(TIMEOUT, probe_nats(&endpoint, &redacted_urls)).await {
         Ok(finding) => finding,
         Err(_) => unreachable_result(format!(
             "{redacted_urls} does not answer within {} s",
-            LIMIT.as_secs()
+            TIMEOUT.as_secs()
         )),
     }
 }
@@ -33,9 +36,9 @@ fn unreachable_result(message: String) -> CheckResult {
     CheckResult::error(CHECK_NAME, message, hint)
 }
 
-async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult {
-    let mut options = ConnectOptions::new().name("toolcrib doctor").connection_timeout(LIMIT);
-    if let Some(path) = &address.credentials {
+async fn probe_nats(endpoint: &NatsEndpoint, redacted_urls: &str) -> CheckResult {
+    let mut options = ConnectOptions::new().name("toolcrib doctor").connection_timeout(TIMEOUT);
+    if let Some(path) = &endpoint.credentials {
         options = match options.credentials_file(path).await {
             Ok(options) => options,
             Err(error) => {
@@ -44,7 +47,7 @@ async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult 
             }
         };
     }
-    let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
+    let urls: Vec<&str> = endpoint.url.split(',').map(str::trim).collect();
     let client = match options.connect(urls).await {
         Ok(client) => client,
         Err(error) => {
@@ -53,8 +56,8 @@ async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult 
     };
     let (server, max_payload) = (client.server_info(), client.max_payload());
     let version = server.version;
-    let stream = format!("cg_cmd_{}", address.version);
-    let streams = match jetstream::new(client).get_stream(&stream).await {
+    let stream = format!("cg_cmd_{}", endpoint.version);
+    let stream_state = match jetstream::new(client).get_stream(&stream).await {
         Ok(_) => format!("stream {stream} is there"),
         Err(error) => match error.kind() {
             GetStreamErrorKind::JetStream(reason)
@@ -74,12 +77,12 @@ async fn probe_nats(address: &NatsEndpoint, redacted_urls: &str) -> CheckResult 
     CheckResult::ok(
         CHECK_NAME,
         format!(
-            "{redacted_urls}: version {version} with JetStream, {streams}, carries up to {max_payload}"
+            "{redacted_urls}: version {version} with JetStream, {stream_state}, carries up to {max_payload}"
         ),
     )
 }
 
-/// Returns hosts and ports; a URL may contain a password.
+/// Returns the hosts and ports of the URLs, because a URL may contain a password.
 fn redact_urls(urls: &str) -> String {
     let redact_url = |url: &str| {
         let rest = url.trim().split("://").last().unwrap_or_default().to_owned();

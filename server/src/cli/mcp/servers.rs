@@ -1,12 +1,14 @@
-//! `toolcrib mcp add`, `ls`, `show`, `accept`, `refresh`, `rm`: manage upstream MCP servers.
+//! `toolcrib mcp add`, `ls`, `show`, `accept`, `refresh`, `sign-in`, `sign-out`, `rm`: manage
+//! upstream MCP servers.
 //!
 //! The commands use the server given with `--server`, or the one on this machine. If there is none,
-//! they work on the data directory, and so do `add` and `rm` if the server rejects the key. A
-//! server that uses the directory picks up the change.
+//! or a data directory is given, `add`, `ls` and `rm` work on the data directory; a server that
+//! uses the directory picks up the change. The other commands fail then, because only a running
+//! server has the state of its MCP servers. `add` and `rm` also work on the data directory if the
+//! server on this machine rejects the key.
 
 mod sign_in;
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::time::Duration;
 
 use clap::Subcommand;
@@ -130,7 +132,7 @@ impl McpServersTarget {
     async fn open(
         context: &CommandContext,
         storage: &StorageArgs,
-        verb: &McpServersCommand,
+        command: &McpServersCommand,
     ) -> Result<Self, CommandFailure> {
         let has_server = context.global.server.is_some();
         if has_server && !storage.is_set() {
@@ -140,7 +142,9 @@ impl McpServersTarget {
             let client = context.client()?;
             match probe_server(&client).await {
                 Some(Ok(())) => return Ok(Self::Server(client)),
-                Some(Err(failure)) if failure.exit == exit::AUTH && !verb.works_offline() => {
+                Some(Err(failure))
+                    if failure.exit == exit::AUTH && !command.works_without_key() =>
+                {
                     return Err(failure);
                 }
                 _ => {}
@@ -161,44 +165,43 @@ async fn probe_server(client: &ApiClient) -> Option<Result<(), CommandFailure>> 
 }
 
 impl McpServersCommand {
-    /// Returns true if the command works on the data directory, for a local user without a key.
-    fn works_offline(&self) -> bool {
+    /// Returns true if the command works on the data directory when the server rejects the key:
+    /// write access to the directory makes the user the operator.
+    fn works_without_key(&self) -> bool {
         matches!(self, Self::Add(_) | Self::Rm { .. })
     }
 }
 
 pub async fn run(
     context: &CommandContext,
-    verb: McpServersCommand,
+    command: McpServersCommand,
     storage: &StorageArgs,
 ) -> Result<(), CommandFailure> {
-    let target = McpServersTarget::open(context, storage, &verb).await?;
-    match verb {
+    let target = McpServersTarget::open(context, storage, &command).await?;
+    match command {
         McpServersCommand::Add(args) => add(context, &target, *args).await,
         McpServersCommand::Ls => list(context, &target).await,
         McpServersCommand::Show { name } => show(context, &target, &name).await,
         McpServersCommand::Accept { name, tools } => accept(context, &target, &name, tools).await,
         McpServersCommand::Refresh { name } => refresh(context, &target, &name).await,
         McpServersCommand::SignIn { name, no_wait } => {
-            crate::cli::mcp::servers::sign_in::sign_in(context, &target, &name, no_wait).await
+            sign_in::sign_in(context, &target, &name, no_wait).await
         }
-        McpServersCommand::SignOut { name } => {
-            crate::cli::mcp::servers::sign_in::sign_out(context, &target, &name).await
-        }
+        McpServersCommand::SignOut { name } => sign_in::sign_out(context, &target, &name).await,
         McpServersCommand::Rm { name } => remove(context, &target, &name).await,
     }
 }
 
-/// Converts the arguments to the form that the API accepts.
+/// Builds the body of `POST /v1/sources/mcp` from the arguments.
 fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
     if let Some(file) = &args.file {
-        let mut read = String::new();
-        let done = match file.as_str() {
-            "-" => std::io::stdin().read_to_string(&mut read).map(|_| ()),
-            path => std::fs::read_to_string(path).map(|text| read = text),
+        let read = match file.as_str() {
+            "-" => std::io::read_to_string(std::io::stdin()),
+            path => std::fs::read_to_string(path),
         };
-        done.map_err(|error| CommandFailure::usage(format!("{file} cannot be read: {error}")))?;
-        let mut document: Value = serde_json::from_str(&read)
+        let text =
+            read.map_err(|error| CommandFailure::usage(format!("{file} cannot be read: {error}")))?;
+        let mut document: Value = serde_json::from_str(&text)
             .map_err(|error| CommandFailure::usage(format!("{file} is not JSON: {error}")))?;
         let mut overrides = Map::new();
         if args.pin {
@@ -209,8 +212,8 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
         }
         match find_desktop_servers(&mut document) {
             Some(servers) => {
-                let each = servers.values_mut().filter_map(Value::as_object_mut);
-                each.for_each(|server| server.extend(overrides.clone()));
+                let documents = servers.values_mut().filter_map(Value::as_object_mut);
+                documents.for_each(|server_document| server_document.extend(overrides.clone()));
             }
             None => document
                 .as_object_mut()
@@ -219,30 +222,30 @@ fn build_definition(args: AddMcpServerArgs) -> Result<Value, CommandFailure> {
         }
         return Ok(document);
     }
-    let pairs = |entries: &[String], between: char, usage: &str| {
-        let split = |pair: &String| {
-            let (name, value) = pair.split_once(between)?;
+    let parse_pairs = |entries: &[String], separator: char, usage: &str| {
+        let split = |entry: &String| {
+            let (name, value) = entry.split_once(separator)?;
             Some((name.trim().to_owned(), value.trim().to_owned()))
         };
-        let all: Option<BTreeMap<String, String>> = entries.iter().map(split).collect();
-        all.ok_or_else(|| CommandFailure::usage(format!("write {usage}")))
+        let pairs: Option<BTreeMap<String, String>> = entries.iter().map(split).collect();
+        pairs.ok_or_else(|| CommandFailure::usage(format!("write {usage}")))
     };
     let mut definition = json!({
         "name": args.name,
-        "env": pairs(&args.env, '=', "--env NAME=VALUE")?,
+        "env": parse_pairs(&args.env, '=', "--env NAME=VALUE")?,
         "env_from": args.env_from,
-        "headers": pairs(&args.header, ':', "--header 'Name: value'")?,
+        "headers": parse_pairs(&args.header, ':', "--header 'Name: value'")?,
         "pin": args.pin,
     });
     let mut command = args.command.into_iter();
-    let optional = [
+    let optional_fields = [
         ("command", command.next()),
         ("url", args.url),
         ("cwd", args.cwd),
         ("effect", args.effect),
         ("risk", args.risk),
     ];
-    for (field, value) in optional {
+    for (field, value) in optional_fields {
         if let Some(value) = value {
             definition[field] = value.into();
         }
@@ -352,7 +355,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
         let since = u64_member(source, "since_ms").map(|ms| format_age(now.saturating_sub(ms)));
         let pending = source["pending"].as_array().map_or(0, Vec::len);
         let problem = source["problem"].as_str().map(str::to_owned);
-        let waits = (pending > 0).then(|| format!("{pending} to accept"));
+        let pending_note = (pending > 0).then(|| format!("{pending} to accept"));
         let skipped = source["skipped"].as_array().map_or(0, Vec::len);
         let skipped_note = (skipped > 0).then(|| format!("{skipped} skipped: toolcrib mcp show"));
         vec![
@@ -361,7 +364,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
             since.unwrap_or_default(),
             u64_member(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
             str_member(source, "place").to_owned(),
-            problem.or(waits).or(skipped_note).unwrap_or_default(),
+            problem.or(pending_note).or(skipped_note).unwrap_or_default(),
         ]
     });
     let columns = [
@@ -385,7 +388,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
     Ok(())
 }
 
-/// Returns the client of the running server: only a running server knows the state of its sources.
+/// Returns the client of the running server, for commands that need the state of its MCP servers.
 fn require_server(target: &McpServersTarget) -> Result<&ApiClient, CommandFailure> {
     match target {
         McpServersTarget::Server(client) => Ok(client),
@@ -471,8 +474,8 @@ mod tests {
 
     use super::*;
 
-    /// Starts a fake server with these routes.
-    async fn server(router: axum::Router) -> ApiClient {
+    /// Starts a fake server with these routes and returns a client of it.
+    async fn serve(router: axum::Router) -> ApiClient {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(async move { axum::serve(listener, router).await });
@@ -487,15 +490,15 @@ mod tests {
         };
         let healthz = get(|| async { ([("toolcrib-version", "1")], "ok") });
         let router = axum::Router::new().route("/healthz", healthz);
-        let client = server(router.route("/v1/sources/mcp", get(refusal))).await;
+        let client = serve(router.route("/v1/sources/mcp", get(refusal))).await;
         let failure = probe_server(&client).await.unwrap().unwrap_err();
         assert_eq!((failure.exit, failure.message.as_str()), (exit::AUTH, "a key is needed"));
         assert!(
-            !McpServersCommand::Ls.works_offline()
-                && !McpServersCommand::Show { name: String::new() }.works_offline()
+            !McpServersCommand::Ls.works_without_key()
+                && !McpServersCommand::Show { name: String::new() }.works_without_key()
         );
-        assert!(McpServersCommand::Rm { name: String::new() }.works_offline());
+        assert!(McpServersCommand::Rm { name: String::new() }.works_without_key());
         let other = axum::Router::new().fallback(|| async { "ok" });
-        assert!(probe_server(&server(other).await).await.is_none());
+        assert!(probe_server(&serve(other).await).await.is_none());
     }
 }

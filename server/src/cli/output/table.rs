@@ -1,8 +1,8 @@
 //! Tables that fit the terminal.
 //!
-//! Ids and names must be copied as they are, so an id never wraps. A table that is too wide first
-//! wraps its texts, then hides its details. Programs that read the output receive every column, and
-//! each row in one line.
+//! People copy ids, so an id never wraps and is never hidden. A table that is too wide first wraps
+//! its texts, then hides its details. Output to a file or a program has every column, and one line
+//! per row.
 
 use comfy_table::{Attribute, Cell, ColumnConstraint, ContentArrangement, Table, Width, presets};
 
@@ -11,13 +11,13 @@ use super::sanitize_line;
 /// Spaces between two columns.
 const GAP: u16 = 2;
 
-/// A text wraps to lines of at least this width.
+/// Minimum width of a text that wraps.
 const MIN_TEXT_WIDTH: u16 = 12;
 
 /// A column of a table.
 #[derive(Debug, Clone, Copy)]
 pub struct Column {
-    head: &'static str,
+    header: &'static str,
     fit: ColumnFit,
 }
 
@@ -28,31 +28,32 @@ enum ColumnFit {
     Whole,
     /// Wraps.
     Wrapped,
-    /// Is hidden. The columns of the lowest rank are hidden first.
+    /// Is hidden. The column with the lowest rank is hidden first.
     Hidden { rank: u8 },
 }
 
 impl Column {
     /// Creates a column whose content is copied or compared: it neither wraps nor disappears.
-    pub const fn id(head: &'static str) -> Self {
-        Self { head, fit: ColumnFit::Whole }
+    pub const fn id(header: &'static str) -> Self {
+        Self { header, fit: ColumnFit::Whole }
     }
 
-    /// Creates a column of words that wrap.
-    pub const fn text(head: &'static str) -> Self {
-        Self { head, fit: ColumnFit::Wrapped }
+    /// Creates a column of text that wraps.
+    pub const fn text(header: &'static str) -> Self {
+        Self { header, fit: ColumnFit::Wrapped }
     }
 
-    /// Creates a column that a narrow terminal does not show. The lowest rank is hidden first.
-    pub const fn detail(head: &'static str, rank: u8) -> Self {
-        Self { head, fit: ColumnFit::Hidden { rank } }
+    /// Creates a column that is hidden in a narrow terminal. The column with the lowest rank is
+    /// hidden first.
+    pub const fn detail(header: &'static str, rank: u8) -> Self {
+        Self { header, fit: ColumnFit::Hidden { rank } }
     }
 
     /// Returns the smallest width at which the column is readable.
     fn min_width(self, content_width: u16) -> u16 {
-        let head_width = u16::try_from(self.head.len()).unwrap_or(u16::MAX);
+        let header_width = u16::try_from(self.header.len()).unwrap_or(u16::MAX);
         match self.fit {
-            ColumnFit::Wrapped => content_width.min(head_width.max(MIN_TEXT_WIDTH)),
+            ColumnFit::Wrapped => content_width.min(header_width.max(MIN_TEXT_WIDTH)),
             ColumnFit::Whole | ColumnFit::Hidden { .. } => content_width,
         }
     }
@@ -61,7 +62,7 @@ impl Column {
 /// A table as text.
 pub(super) struct RenderedTable {
     pub text: String,
-    /// Heads of the columns that the terminal is too narrow for.
+    /// Headers of the columns that are hidden because the terminal is too narrow.
     pub hidden: Vec<&'static str>,
 }
 
@@ -69,19 +70,19 @@ pub(super) struct RenderedTable {
 pub(super) fn render_table(
     columns: &[Column],
     rows: &[Vec<String>],
-    bold_heads: bool,
+    bold_header: bool,
     width: Option<u16>,
 ) -> RenderedTable {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).force_no_tty();
-    if bold_heads {
+    if bold_header {
         table.enforce_styling();
     }
-    let head = |column: &Column| {
-        let cell = Cell::new(column.head);
-        if bold_heads { cell.add_attribute(Attribute::Bold) } else { cell }
+    let header_cell = |column: &Column| {
+        let cell = Cell::new(column.header);
+        if bold_header { cell.add_attribute(Attribute::Bold) } else { cell }
     };
-    table.set_header(columns.iter().map(head));
+    table.set_header(columns.iter().map(header_cell));
     for row in rows {
         table.add_row(row.iter().map(|cell| sanitize_line(cell)));
     }
@@ -94,7 +95,7 @@ pub(super) fn render_table(
             table.set_content_arrangement(ContentArrangement::Disabled);
         }
         Some(width) => {
-            // The spaces after the last column are trimmed.
+            // The gap after the last column is trimmed, so it may exceed the width.
             let width = width.saturating_add(GAP);
             table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
             let content_widths = table.column_max_content_widths();
@@ -102,7 +103,7 @@ pub(super) fn render_table(
             for (index, column) in columns.iter().enumerate() {
                 let min = column.min_width(content_widths.get(index).copied().unwrap_or_default());
                 let constraint = if is_hidden[index] {
-                    hidden.push(column.head);
+                    hidden.push(column.header);
                     ColumnConstraint::Hidden
                 } else if column.fit == ColumnFit::Wrapped {
                     ColumnConstraint::LowerBoundary(Width::Fixed(min.saturating_add(GAP)))
@@ -120,7 +121,7 @@ pub(super) fn render_table(
     RenderedTable { text: lines.join("\n"), hidden }
 }
 
-/// Decides which details to hide, so that the smallest widths of all other columns fit.
+/// Decides which details to hide, so that all other columns fit at their minimum widths.
 fn hidden_columns(columns: &[Column], content_widths: &[u16], width: u16) -> Vec<bool> {
     let mut is_hidden = vec![false; columns.len()];
     let min_widths = columns.iter().zip(content_widths);
