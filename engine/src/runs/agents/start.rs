@@ -195,7 +195,10 @@ impl Runs {
             return Err(refusal(Code::UpstreamUnavailable, message).into());
         }
         let parent = self.trees.load_run(&attempt.project, &attempt.run_id).await?;
-        let parent = parent.filter(|parent| !parent.status.is_terminal());
+        // The run id comes from the request. Only the owner of a run may spend its rights and budget.
+        let caller = requesting_caller(&call);
+        let parent =
+            parent.filter(|parent| !parent.status.is_terminal() && parent.owner.matches(&caller));
         Ok(AgentTask { agent, call, parent })
     }
 
@@ -246,9 +249,7 @@ impl Runs {
         if let Some(parent) = parent {
             return parent.owner.clone();
         }
-        let origin = &call.origin;
-        let caller = Caller::new(&call.project, &origin.agent, origin.roles, origin.auth_method);
-        let caller = Caller { attributes: origin.attributes.clone(), ..caller };
+        let caller = requesting_caller(call);
         RunOwner {
             keyed: self.registry.credentials.has_active_key(&caller),
             ..RunOwner::from(&caller)
@@ -282,4 +283,11 @@ impl Runs {
             ..RunOptions::default()
         }
     }
+}
+
+/// Returns the caller that made a call.
+fn requesting_caller(call: &Call) -> Caller {
+    let origin = &call.origin;
+    let caller = Caller::new(&call.project, &origin.agent, origin.roles, origin.auth_method);
+    Caller { attributes: origin.attributes.clone(), ..caller }
 }

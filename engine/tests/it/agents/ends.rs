@@ -1,5 +1,8 @@
 //! The end of a tree: cancel, detach, failure, and a process that stops in between.
 
+use toolcrib::Role;
+use toolcrib::domain::caller::AuthMethod;
+
 use super::*;
 
 /// A root that calls `a`, which calls `b`; `b` never answers.
@@ -151,4 +154,24 @@ async fn children_of_a_parent_that_ended_before_a_crash_are_canceled() {
         let run = wait_for_end(&engine, &node.run.id).await;
         assert_eq!(run.status, RunStatus::Canceled);
     }
+}
+
+#[tokio::test]
+async fn the_run_id_of_a_call_gives_no_rights_of_another_caller() {
+    let store = Arc::default();
+    let engine = engine_with(&store, vec![agent("a"), agent("b")], stuck_tree).await;
+    let id = start_run(&engine, RunRequest::default()).await;
+    wait_for_tree(&engine, &id, 3).await;
+    let other = Caller::new("default", "bob", Role::Agent, AuthMethod::Anonymous);
+    let args = Json::from_value(&json!({ "instruction": "x" }));
+    let request = CallRequest { run_id: id.clone(), ..CallRequest::of("agent.b", args) };
+    let ticket = engine.calls().invoke(&other, request).await.unwrap();
+    let run_id = ticket.call.id.as_str().replace("tc_", "run_");
+    let run =
+        until("the run started", async || engine.runs().find_run(&caller(), &run_id).await.ok())
+            .await;
+    assert_eq!(run.owner.agent, "bob");
+    assert_eq!(run.lineage.unwrap().parent_run_id, None);
+    let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
+    assert_eq!(tree.run_count, 3, "the tree of the other caller is unchanged");
 }
