@@ -218,7 +218,8 @@ class Worker:
             for msg in messages:
                 # The inbox holds the turn, and Toolcrib repeats the wakeup until it is read.
                 await msg.ack()
-                with contextlib.suppress(rpc.ServerUnavailable, rpc.RequestRefused):
+                # A wakeup that cannot be read must not end the worker.
+                with contextlib.suppress(rpc.ServerUnavailable, rpc.RequestRefused, ValueError):
                     await self._read_inbox(msg)
 
     async def _read_inbox(self, msg: Msg) -> None:
@@ -279,7 +280,15 @@ class Worker:
             log.info("%s failed: %r", turn.agent_turn_id, error)
             await turn._fail(error)
             return
-        await turn._finish(deliverable)
+        try:
+            await turn._finish(deliverable)
+        except rpc.ServerUnavailable:
+            raise
+        except (CGError, TypeError, ValueError) as error:
+            # A turn that is not ended runs again: its handler must not repeat its effects.
+            log.warning("%s: the deliverable was not accepted: %r", turn.agent_turn_id, error)
+            await turn._fail(error)
+            return
         log.info("%s finished", turn.agent_turn_id)
 
     async def _request(self, subject: str, body: Mapping[str, Any]) -> Dict[str, Any]:
