@@ -5,6 +5,7 @@ pub(crate) mod cards;
 pub(crate) mod commands;
 pub(crate) mod delegation;
 pub(crate) mod inbox;
+pub(crate) mod lineage;
 pub(crate) mod outbox;
 pub(crate) mod reports;
 pub(crate) mod shared_tables;
@@ -30,7 +31,7 @@ pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, Unprocessab
 pub use shared_tables::WrittenReports;
 pub use turns::{
     DispatchRequest, DispatchedStep, EnqueueRequest, ResumedTurn, StepCallRequest, StepResult,
-    TurnFinish, TurnLeaseRequest,
+    TurnFinish, TurnLeaseRequest, TurnResume,
 };
 
 /// Reports of tool services, inboxes of agents, and turns.

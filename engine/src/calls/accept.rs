@@ -277,6 +277,7 @@ impl Calls {
                 user_id: request.user_id,
                 idempotency_key: request.idempotency_key,
                 traceparent: request.traceparent,
+                depth: request.depth,
                 background: definition.background,
                 route: request.route,
                 callback_url: request.callback_url,

@@ -81,6 +81,8 @@ pub struct Batch {
     pub user_id: Option<String>,
     /// W3C `traceparent` of the trace that the batch belongs to.
     pub traceparent: Option<String>,
+    /// Number of agents above the caller in a chain of agents.
+    pub depth: u32,
     /// Webhook URL that is notified when each call ends, unless the entry has its own.
     pub callback_url: Option<String>,
     /// If true, entries that have not started when the wait is over are stored and answered with a
@@ -111,6 +113,7 @@ impl Batch {
             retry: None,
             user_id: None,
             traceparent: None,
+            depth: 0,
             callback_url: None,
             defer_unstarted: true,
             limit_wait_ms: None,

@@ -59,6 +59,8 @@ pub struct CallRequest {
     pub answers: Option<Map<String, Value>>,
     /// The UTP turn that the call is made in.
     pub route: Option<Box<Route>>,
+    /// Number of agents above the caller in a chain of agents. A route has its own.
+    pub depth: u32,
     /// URL that receives a webhook when the call has ended.
     pub callback_url: Option<String>,
     /// True to join an earlier identical call whose answer was not delivered, and to let a later
@@ -95,6 +97,7 @@ impl CallRequest {
             user_id: None,
             traceparent: None,
             route: None,
+            depth: 0,
             callback_url: None,
             answers: None,
             rejoin: false,

@@ -166,6 +166,8 @@ pub struct Origin {
     pub background: bool,
     /// The UTP turn that made the call; boxed, because most calls have none.
     pub route: Option<Box<Route>>,
+    /// Number of agents above the caller in a chain of agents, if no route has it.
+    pub depth: u32,
     /// The webhook URL to notify when the call has ended.
     pub callback_url: Option<String>,
     /// The call that has to end before this one is queued.

@@ -66,7 +66,7 @@ impl Route {
             parent_step_id: None,
             tracestate: None,
             context_box_id: None,
-            depth: 0,
+            depth: call.origin.depth,
             project: None,
             joined_by: None,
             is_detached: false,

@@ -182,7 +182,12 @@ pub struct RunLineage {
     /// Run that made the call; `None` if no run did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_run_id: Option<String>,
-    /// First run of the tree; the run itself if no run made the call.
+    /// Turn that made the call, if a worker drives the calling agent. `parent_run_id` is then the
+    /// nearest run above that turn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_turn_id: Option<String>,
+    /// First run of the tree; the run itself if it begins one. If a turn of a worker begins the
+    /// tree, that turn.
     pub root_run_id: String,
     /// Number of agents above the run.
     pub depth: u32,

@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use crate::domain::json::Json;
 
 pub use card::Card;
-pub use delegation::{ExecutionEdge, TurnDelegation};
+pub use delegation::{ExecutionEdge, TurnDelegation, TurnLineage};
 
 /// Tool names reserved for the protocol.
 pub const RESERVED_NAMES: [&str; 5] =
@@ -170,7 +170,8 @@ pub struct Route {
     /// The project that made the call, if another project executes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub project: Option<String>,
-    /// Id of the call that joins this one: it receives the outcome, and the agent's inbox does not.
+    /// Id of the call that joins this one, or of the run that continues meanwhile: it receives the
+    /// outcome, and the agent's inbox does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub joined_by: Option<String>,
     /// True if the agent continues without the outcome, which arrives in its inbox later.
@@ -271,11 +272,40 @@ pub struct Turn {
     /// The call that handed the turn to the agent, if one did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delegation: Option<Box<TurnDelegation>>,
+    /// The last lease or resume, if its request had an id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_request: Option<TurnRequest>,
     /// Counts the saved states, from 1.
     pub version: u64,
 }
 
+/// A request that gave a turn to a worker. The same request again gets the same response, in case
+/// the first one was lost.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TurnRequest {
+    /// Id that the worker gave the request.
+    pub request_id: String,
+    /// Epoch that the request began.
+    pub epoch: u64,
+    /// Steps whose results the response had.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<String>,
+}
+
+impl TurnRequest {
+    /// Returns the record of a request that has an id.
+    pub fn new(request_id: Option<String>, epoch: u64, steps: Vec<String>) -> Option<Self> {
+        request_id.map(|request_id| Self { request_id, epoch, steps })
+    }
+}
+
 impl Turn {
+    /// Returns true if the turn is in the state that the request with this id led to.
+    pub fn is_answer_to(&self, request_id: Option<&str>) -> bool {
+        let last = self.last_request.as_ref().filter(|request| request.epoch == self.epoch);
+        last.is_some_and(|request| Some(request.request_id.as_str()) == request_id)
+    }
+
     /// Returns the steps whose calls are in flight, or the last ones.
     pub fn last_steps(&self) -> &[String] {
         match self.steps.is_empty() {

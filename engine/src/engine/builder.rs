@@ -367,7 +367,7 @@ impl AgentSources {
     /// Connects the sources with the parts that they act through.
     fn connect(self, runs: &Arc<Runs>) -> Arc<Delegation> {
         self.agents.set_runs(runs);
-        self.agents.set_workers(Arc::new(WorkerSource::new(&runs.utp)));
+        self.agents.set_workers(WorkerSource::new(&runs.utp));
         let delegation = Arc::new(Delegation::new(&runs.utp));
         // The handle was created with this value, so this is its only `set`.
         let _ = self.delegation.set(Arc::downgrade(&delegation));

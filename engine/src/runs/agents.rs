@@ -14,7 +14,9 @@ mod budget;
 mod end;
 mod messages;
 mod start;
+mod task;
 mod tree;
+mod worker;
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -27,6 +29,7 @@ use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use crate::registry::Registry;
 use crate::runs::Runs;
+use crate::utp::delegation::WorkerSource;
 
 pub(crate) use end::check_finish;
 pub(crate) use messages::box_message;
@@ -43,7 +46,7 @@ pub(crate) fn run_id_for(call_id: &CallId) -> String {
 pub(crate) struct AgentSource {
     runs: OnceLock<Weak<Runs>>,
     /// Executes the calls of agents that workers drive.
-    workers: OnceLock<Arc<dyn Source>>,
+    workers: OnceLock<WorkerSource>,
 }
 
 impl AgentSource {
@@ -52,9 +55,8 @@ impl AgentSource {
         let _ = self.runs.set(Arc::downgrade(runs));
     }
 
-    /// Sets the source that executes the calls of agents that workers drive. Later calls have no
-    /// effect.
-    pub(crate) fn set_workers(&self, workers: Arc<dyn Source>) {
+    /// Sets the part that hands calls to workers. Later calls have no effect.
+    pub(crate) fn set_workers(&self, workers: WorkerSource) {
         let _ = self.workers.set(workers);
     }
 
@@ -80,18 +82,18 @@ impl Source for AgentSource {
         Vec::new()
     }
 
-    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> StartResult {
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> StartResult {
         // If the engine is gone, the next process starts the attempt again.
         let Some(runs) = self.runs() else { return StartResult::Accepted };
         match self.workers.get().filter(|_| is_worker_driven(&runs.registry, &attempt)) {
-            Some(workers) => workers.start(attempt, progress).await,
+            Some(workers) => Box::pin(runs.start_worker(workers, attempt)).await,
             None => Box::pin(runs.start_agent(attempt)).await,
         }
     }
 
     fn cancel(&self, call_id: &CallId, attempt: u32) {
         if let Some(workers) = self.workers.get() {
-            workers.cancel(call_id, attempt);
+            workers.stop_turn(call_id, attempt);
         }
         if let Some(runs) = self.runs() {
             runs.stop_agent(call_id);
@@ -101,6 +103,9 @@ impl Source for AgentSource {
     fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         if let Some(workers) = self.workers.get() {
             workers.release_attempt(call_id, attempt);
+        }
+        if let Some(runs) = self.runs() {
+            runs.release_turn(call_id, attempt);
         }
     }
 }

@@ -6,16 +6,22 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
+use crate::domain::run::handoff::{ActiveAgent, PassedMessages};
 use crate::domain::run::options::{RunLimits, RunOptions};
-use crate::domain::run::progress::{Conversation, StopReason};
-use crate::domain::run::{JournalEntry, JournalKind};
+use crate::domain::run::progress::{Conversation, FinalAnswer, StopReason};
+use crate::domain::run::{JournalEntry, JournalKind, Run};
+use crate::ports::core::from_store_error;
 use crate::runs::Runs;
 use crate::runs::agent_loop::{self, EventSink, RecordedCallAnswer, StepOutcome};
+
+/// Maximum number of an agent's versions to search for the one that a handoff named.
+const MAX_VERSIONS: usize = 1_000;
 
 /// A step at which the model acted differently.
 #[derive(Debug, Clone, PartialEq)]
@@ -88,74 +94,162 @@ impl Runs {
         let run = self.find_run(caller, run_id).await?;
         let journal = self.streams.journal(caller, run_id).await?;
         let mut recording = Recording::from_journal(&journal, &run.options.limits);
-        let name = model.unwrap_or(&run.model);
-        let chosen = self.models().find(name).ok_or_else(|| {
-            let message = format!("there is no model \"{name}\"");
-            Error::refused(Code::UpstreamUnavailable, message)
-        })?;
+        let initial_messages = std::mem::take(&mut recording.initial_messages);
+        let mut replay = Replay {
+            recording,
+            conversation: Conversation::new(initial_messages),
+            differences: Vec::new(),
+            index: 0,
+            is_beyond: false,
+        };
         // The replay begins with the first agent.
-        let first = RunOptions { active_agent: None, ..run.options.clone() };
-        let options = RunOptions { model: chosen.name, idempotency_prefix: None, ..first };
-        let mut conversation = Conversation::new(std::mem::take(&mut recording.initial_messages));
-        let mut differences = Vec::new();
-        let mut agent_loop = agent_loop::AgentLoop::with_available_tools(
-            self,
-            caller,
-            chosen.model.as_ref(),
-            &options,
-            event_sink,
-        )?
-        .for_replay();
-        // A step that waited for late results can have an empty reply in the recording.
-        agent_loop.allows_empty_reply = true;
-        // `index` is the position in the recording. `beyond` is true while the model continues past
-        // a step that was final in the recording.
-        let (mut index, mut beyond) = (0, false);
+        let mut active_agent: Option<Box<ActiveAgent>> = None;
         loop {
-            if !beyond {
-                recording.replay_inputs(index, &mut conversation);
-            }
-            agent_loop.request_reply(&mut conversation).await?;
-            let steps = conversation.progress.steps;
-            let reply = conversation.progress.pending_reply.clone().unwrap_or_default();
-            let recorded = recording.steps.get(index).filter(|_| !beyond);
-            if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
-                let step = recorded.map_or(steps, |_| step_number(index));
-                let recorded = recorded.map(|recorded| recorded.reply.clone());
-                differences.push(ReplayDifference { step, recorded, now: Some(reply.clone()) });
-            }
-            let ended = recorded.is_none_or(|recorded| recorded.is_final);
-            if recorded.is_some_and(|recorded| recorded.was_resumed) {
-                conversation.progress.reset_baseline();
-            }
-            let next =
-                agent_loop.answer_calls_with(&mut conversation, |call| recording.next_result(call));
-            index += usize::from(!beyond);
-            let StepOutcome::Answered(answer) = next else {
-                beyond |= ended;
-                continue;
+            let of_agent = active_agent.as_ref().and_then(|agent| agent.model.as_deref());
+            let name = model.or(of_agent).unwrap_or(&run.model);
+            let chosen = self.models().find(name).ok_or_else(|| {
+                let message = format!("there is no model \"{name}\"");
+                Error::refused(Code::UpstreamUnavailable, message)
+            })?;
+            let options = RunOptions {
+                model: chosen.name,
+                idempotency_prefix: None,
+                active_agent,
+                ..run.options.clone()
             };
-            beyond |= ended;
-            while let Some(missing) = recording.steps.get(index).filter(|_| !beyond) {
-                let (step, recorded) = (step_number(index), Some(missing.reply.clone()));
-                differences.push(ReplayDifference { step, recorded, now: None });
-                beyond = missing.is_final;
-                recording.replay_inputs(index, &mut conversation);
-                index += 1;
+            let mut agent_loop = agent_loop::AgentLoop::with_available_tools(
+                self,
+                caller,
+                chosen.model.as_ref(),
+                &options,
+                event_sink,
+            )?
+            .for_replay();
+            // A step that waited for late results can have an empty reply in the recording.
+            agent_loop.allows_empty_reply = true;
+            match replay.run_agent(&mut agent_loop).await? {
+                AgentEnd::HandedOff(handoff, first_message) => {
+                    let agent = self.load_handed_to(&run, &handoff, first_message).await?;
+                    active_agent = Some(Box::new(agent));
+                }
+                AgentEnd::Answered(answer) => {
+                    return Ok(ReplayReport {
+                        answer: answer.text,
+                        recorded_answer: run.answer.map(|answer| answer.text),
+                        differences: replay.differences,
+                        steps: replay.conversation.progress.steps,
+                        usage: replay.conversation.progress.usage,
+                        unrecorded_calls: replay.recording.unrecorded_calls,
+                    });
+                }
             }
-            beyond = false;
-            if index < recording.steps.len() {
-                continue;
-            }
-            return Ok(ReplayReport {
-                answer: answer.text,
-                recorded_answer: run.answer.map(|answer| answer.text),
-                differences,
-                steps,
-                usage: conversation.progress.usage,
-                unrecorded_calls: recording.unrecorded_calls,
-            });
         }
+    }
+
+    /// Returns the agent that a recorded handoff passed the conversation to, in the version of
+    /// that time.
+    async fn load_handed_to(
+        &self,
+        run: &Run,
+        handoff: &RecordedHandoff,
+        first_message: usize,
+    ) -> Result<ActiveAgent, Error> {
+        let agents = self.core.store.agents();
+        let versions = agents.agent_versions(&run.project, &handoff.to, MAX_VERSIONS).await;
+        let versions = versions.map_err(from_store_error)?;
+        let mut definitions = versions.into_iter().map(|version| version.definition);
+        let profile = definitions.find(|agent| agent.version == handoff.version);
+        let profile = profile.map(|agent| agent.profile).unwrap_or_default();
+        Ok(ActiveAgent {
+            agent_id: handoff.to.clone(),
+            version: handoff.version,
+            instructions: profile.instructions,
+            model: profile.model,
+            tools: profile.tools,
+            first_message,
+        })
+    }
+}
+
+/// A replay in progress.
+struct Replay {
+    recording: Recording,
+    conversation: Conversation,
+    differences: Vec<ReplayDifference>,
+    /// Position in the recording.
+    index: usize,
+    /// True while the model continues past a step that was final in the recording.
+    is_beyond: bool,
+}
+
+/// The reason why the replay of one agent ended.
+enum AgentEnd {
+    /// Another agent continues; it sees the messages from this position on.
+    HandedOff(RecordedHandoff, usize),
+    Answered(FinalAnswer),
+}
+
+impl Replay {
+    /// Replays the steps of one agent.
+    async fn run_agent(
+        &mut self,
+        agent_loop: &mut agent_loop::AgentLoop<'_>,
+    ) -> Result<AgentEnd, Error> {
+        loop {
+            if !self.is_beyond {
+                self.recording.replay_inputs(self.index, &mut self.conversation);
+            }
+            agent_loop.request_reply(&mut self.conversation).await?;
+            let before = self.conversation.messages.len();
+            let (is_final, handoff) = self.compare_reply();
+            let recording = &mut self.recording;
+            let next = agent_loop
+                .answer_calls_with(&mut self.conversation, |call| recording.next_result(call));
+            self.index += usize::from(!self.is_beyond);
+            self.is_beyond |= is_final;
+            let StepOutcome::Answered(answer) = next else {
+                let Some(handoff) = handoff else { continue };
+                let first_message = match handoff.messages {
+                    PassedMessages::None => self.conversation.messages.len(),
+                    _ => before.saturating_sub(handoff.passed),
+                };
+                return Ok(AgentEnd::HandedOff(handoff, first_message));
+            };
+            self.skip_missing_steps();
+            if self.index >= self.recording.steps.len() {
+                return Ok(AgentEnd::Answered(answer));
+            }
+        }
+    }
+
+    /// Compares the pending reply with the recorded one. Returns true if the recording ends here,
+    /// and the handoff that followed.
+    fn compare_reply(&mut self) -> (bool, Option<RecordedHandoff>) {
+        let progress = &mut self.conversation.progress;
+        let reply = progress.pending_reply.clone().unwrap_or_default();
+        let recorded = self.recording.steps.get(self.index).filter(|_| !self.is_beyond);
+        if !recorded.is_some_and(|recorded| have_same_actions(&recorded.reply, &reply)) {
+            let step = recorded.map_or(progress.steps, |_| step_number(self.index));
+            let recorded = recorded.map(|recorded| recorded.reply.clone());
+            self.differences.push(ReplayDifference { step, recorded, now: Some(reply) });
+        }
+        if recorded.is_some_and(|recorded| recorded.was_resumed) {
+            progress.reset_baseline();
+        }
+        let is_final = recorded.is_none_or(|recorded| recorded.is_final);
+        (is_final, recorded.and_then(|recorded| recorded.handoff.clone()))
+    }
+
+    /// Records the steps that the replay does not have, because its model answered earlier.
+    fn skip_missing_steps(&mut self) {
+        while let Some(missing) = self.recording.steps.get(self.index).filter(|_| !self.is_beyond) {
+            let (step, recorded) = (step_number(self.index), Some(missing.reply.clone()));
+            self.differences.push(ReplayDifference { step, recorded, now: None });
+            self.is_beyond = missing.is_final;
+            self.recording.replay_inputs(self.index, &mut self.conversation);
+            self.index += 1;
+        }
+        self.is_beyond = false;
     }
 }
 
@@ -221,6 +315,18 @@ struct RecordedStep {
     is_final: bool,
     /// True if the run was resumed before the reply's calls were executed.
     was_resumed: bool,
+    /// The handoff that one of the reply's calls made.
+    handoff: Option<RecordedHandoff>,
+}
+
+/// A recorded handoff.
+#[derive(Clone, Deserialize)]
+struct RecordedHandoff {
+    to: String,
+    version: u64,
+    messages: PassedMessages,
+    /// Number of messages that were passed on.
+    passed: usize,
 }
 
 enum RecordedInput {
@@ -252,6 +358,11 @@ impl Recording {
                     recording.add_results(&entry.messages, &entry.data["calls"]);
                     acted = true;
                 }
+                JournalKind::HandedOff => {
+                    if let Some(step) = recording.steps.last_mut() {
+                        step.handoff = serde_json::from_value(entry.data.clone()).ok();
+                    }
+                }
                 JournalKind::Resumed => match recording.steps.last_mut().filter(|_| !acted) {
                     Some(step) => step.was_resumed = true,
                     None => inputs.push(RecordedInput::Resumed),
@@ -281,6 +392,7 @@ impl Recording {
                     reply,
                     is_final: answers,
                     was_resumed: false,
+                    handoff: None,
                 });
             }
         }

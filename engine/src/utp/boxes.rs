@@ -1,6 +1,7 @@
 //! Boxes: ordered sets of cards that give agents their context. A box never changes; a new box
 //! inherits the cards of others.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use serde_json::json;
@@ -15,6 +16,9 @@ use crate::utp::cards::Cards;
 
 /// Maximum number of cards in one box, without those that it inherits.
 const MAX_CARDS: usize = 1_000;
+
+/// Maximum number of cards in one box together with those that it inherits.
+const MAX_TOTAL_CARDS: usize = 10_000;
 
 /// Maximum number of boxes that a box inherits, directly and indirectly.
 const MAX_INHERITED_BOXES: usize = 64;
@@ -63,6 +67,7 @@ impl Boxes {
                 return Err(invalid(&format!("parent_ids/{n}"), message));
             }
         }
+        self.check_total(&caller.project, &card_ids, &parent_ids).await?;
         let created_ms = self.core.wall_ms();
         let new = CardBox {
             box_id: self.next_box_id(created_ms),
@@ -74,6 +79,33 @@ impl Boxes {
         };
         self.core.store.agents().put_box(new.clone()).await.map_err(from_store_error)?;
         Ok(new)
+    }
+
+    /// Checks the number of cards and of boxes that a new box has with those that it inherits.
+    async fn check_total(
+        &self,
+        project: &str,
+        card_ids: &[String],
+        parent_ids: &[String],
+    ) -> Result<(), Error> {
+        let (cards, boxes) = self.collect_cards(project, parent_ids.to_vec()).await?;
+        let inherited: HashSet<&String> = cards.iter().collect();
+        let own = card_ids.iter().filter(|id| !inherited.contains(id)).count();
+        let total = own + cards.len();
+        if total > MAX_TOTAL_CARDS {
+            let message = format!(
+                "the box would have {total} cards with those of its parents, at most \
+                 {MAX_TOTAL_CARDS} are allowed"
+            );
+            return Err(invalid("parent_ids", message));
+        }
+        if boxes > MAX_INHERITED_BOXES {
+            let message = format!(
+                "the box would inherit {boxes} boxes, at most {MAX_INHERITED_BOXES} are allowed"
+            );
+            return Err(invalid("parent_ids", message));
+        }
+        Ok(())
     }
 
     /// Returns a box and the ids of all its cards in order, inherited ones first.
@@ -102,25 +134,30 @@ impl Boxes {
         project: &str,
         box_id: &str,
     ) -> Result<Vec<String>, Error> {
-        let (mut rest, mut seen) = (vec![box_id.to_owned()], Vec::new());
+        Ok(self.collect_cards(project, vec![box_id.to_owned()]).await?.0)
+    }
+
+    /// Returns the ids of the cards of these boxes in order, those of their parents first, each
+    /// once; and the number of boxes that they come from.
+    async fn collect_cards(
+        &self,
+        project: &str,
+        box_ids: Vec<String>,
+    ) -> Result<(Vec<String>, usize), Error> {
+        let (mut rest, mut seen) = (box_ids, HashSet::new());
         let mut parts: Vec<Vec<String>> = Vec::new();
         while let Some(id) = rest.pop() {
-            if seen.contains(&id) || seen.len() > MAX_INHERITED_BOXES {
+            // One more than allowed, so that a box with too many is found.
+            if seen.len() > MAX_INHERITED_BOXES || !seen.insert(id.clone()) {
                 continue;
             }
-            let found = self.find_box(project, &id).await?;
-            seen.push(id);
-            let Some(found) = found else { continue };
+            let Some(found) = self.find_box(project, &id).await? else { continue };
             rest.extend(found.parent_ids);
             parts.push(found.card_ids);
         }
-        let mut card_ids: Vec<String> = Vec::new();
-        for card_id in parts.into_iter().rev().flatten() {
-            if !card_ids.contains(&card_id) {
-                card_ids.push(card_id);
-            }
-        }
-        Ok(card_ids)
+        let mut known = HashSet::new();
+        let cards = parts.into_iter().rev().flatten();
+        Ok((cards.filter(|card_id| known.insert(card_id.clone())).collect(), seen.len()))
     }
 
     /// Returns a new UUID.

@@ -11,6 +11,7 @@ mod join;
 mod provision;
 mod source;
 mod worker_source;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -24,6 +25,7 @@ use crate::domain::derived;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
+use crate::domain::tool::Executor;
 use crate::domain::utp::delegation::depth_fault;
 use crate::domain::utp::{MAX_DEPTH, Route, StepCall, trace};
 use crate::ports::core::{Core, from_store_error};
@@ -33,7 +35,7 @@ use crate::utp::Utp;
 use definitions::{DelegateArgs, TargetStrategy};
 
 pub(crate) use source::{DelegationHandle, DelegationSource};
-pub(crate) use worker_source::WorkerSource;
+pub(crate) use worker_source::{TurnStart, WorkerSource};
 
 /// Number of earlier exchanges with an agent that `reuse` and `clone` pass on.
 const MAX_EXCHANGES: usize = 10;
@@ -64,6 +66,8 @@ struct DelegatedTask {
     timeout_ms: Option<u64>,
     /// True if the caller continues without the outcome.
     is_detached: bool,
+    /// Run that receives the outcome of a detached task as a late result.
+    receiving_run_id: Option<String>,
 }
 
 impl Delegation {
@@ -102,6 +106,7 @@ impl Delegation {
             context_box_id: args.context_box_id,
             timeout_ms: None,
             is_detached: false,
+            receiving_run_id: None,
         })
     }
 
@@ -196,17 +201,25 @@ impl Delegation {
         request.route = Some(Box::new(Route {
             tool_call_id: format!("{}-{index}", route.tool_call_id),
             context_box_id: task.context_box_id.clone().or(route.context_box_id.clone()),
-            joined_by: (!task.is_detached).then(|| call.id.to_string()),
+            joined_by: match task.is_detached {
+                true => task.receiving_run_id.clone(),
+                false => Some(call.id.to_string()),
+            },
             is_detached: task.is_detached,
             ..route
         }));
         self.calls.invoke(&call.caller(), request).await
     }
 
-    /// Hands a task over and returns at once. The outcome goes to the inbox of the calling agent.
+    /// Hands a task over and returns at once. The outcome goes to the calling run, or else to the
+    /// inbox of the calling agent.
     async fn delegate(&self, call: &Call, args: DelegateArgs) -> Result<Json, Fault> {
         let mut task = self.resolve_task(call, 0, args).await?;
         task.is_detached = true;
+        if call.origin.route.is_none() {
+            let run = self.utp.find_calling_run(call).await.map_err(into_fault)?;
+            task.receiving_run_id = run.map(|run| run.id);
+        }
         let ticket = self.invoke_agent(call, &task).await.map_err(into_fault)?;
         self.follow_detached(call, &ticket.call).await.map_err(into_fault)?;
         let child = &ticket.call.id;
@@ -250,21 +263,56 @@ impl Delegation {
 }
 
 impl Delegation {
-    /// Cancels the open calls whose join has ended. Returns their number.
+    /// Cancels the open calls of agents whose join, or whose calling run or turn, has ended.
+    /// Returns their number.
     pub(crate) async fn cancel_orphaned_tasks(&self) -> Result<usize, Error> {
-        let mut count = 0;
+        let (mut count, mut parents) = (0, HashMap::new());
         for entry in self.dispatcher.open_calls.all() {
             let task = entry.call();
-            let join = task.origin.route.as_deref().and_then(|route| route.joined_by.as_ref());
-            let Some(join) = join.and_then(|id| id.parse::<CallId>().ok()) else { continue };
-            let found = self.utp.cards.find_call(&task.project, &join).await?;
-            if found.is_some_and(|join| join.status.is_terminal()) {
-                let reason = Some("the call that joins it has ended".to_owned());
-                count +=
-                    usize::from(self.calls.cancel(&task.caller(), &task.id, reason).await.is_ok());
-            }
+            let reason = match self.has_join_ended(&task).await? {
+                true => "the call that joins it has ended",
+                false if self.is_orphaned(&task, &mut parents).await? => {
+                    "the caller of this agent has ended"
+                }
+                false => continue,
+            };
+            let reason = Some(reason.to_owned());
+            count += usize::from(self.calls.cancel(&task.caller(), &task.id, reason).await.is_ok());
         }
         Ok(count)
+    }
+
+    async fn has_join_ended(&self, task: &Call) -> Result<bool, Error> {
+        let join = task.origin.route.as_deref().and_then(|route| route.joined_by.as_ref());
+        let Some(join) = join.and_then(|id| id.parse::<CallId>().ok()) else { return Ok(false) };
+        let found = self.utp.cards.find_call(&task.project, &join).await?;
+        Ok(found.is_some_and(|join| join.status.is_terminal()))
+    }
+
+    /// Returns true if a call is that of an agent whose calling run or turn has ended, and which
+    /// does not continue without it. `parents` holds what is known of callers.
+    async fn is_orphaned(
+        &self,
+        task: &Call,
+        parents: &mut HashMap<(String, String, String), bool>,
+    ) -> Result<bool, Error> {
+        if task.target.executor != Executor::AGENT || self.utp.outlives_caller(task) {
+            return Ok(false);
+        }
+        let agent = Route::for_call(task).agent_id;
+        let key = (task.project.clone(), task.run_id.clone(), agent);
+        if let Some(has_ended) = parents.get(&key) {
+            return Ok(*has_ended);
+        }
+        let has_ended = match self.utp.find_calling_turn(task).await? {
+            Some(turn) => turn.status.is_terminal(),
+            None => {
+                let run = self.utp.find_calling_run(task).await?;
+                run.is_some_and(|run| run.status.is_terminal())
+            }
+        };
+        parents.insert(key, has_ended);
+        Ok(has_ended)
     }
 }
 

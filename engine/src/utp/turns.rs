@@ -6,13 +6,15 @@ pub(crate) mod delegated;
 pub(crate) mod dispatch;
 mod stop;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::id::hex;
 use crate::domain::utp::turn_event::{StepProgress, TurnCompletion, TurnEvent};
 use crate::domain::utp::{
-    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, ToolStatus, Turn, TurnStatus, is_token,
-    trace,
+    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, StepCall, ToolStatus, Turn, TurnRequest,
+    TurnStatus, is_token, trace,
 };
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
@@ -27,6 +29,9 @@ pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
 /// Default duration of a lease.
 const DEFAULT_LEASE_MS: u64 = 300_000;
 const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
+
+/// Maximum size of a request's id.
+const MAX_REQUEST_ID: usize = 128;
 
 /// Maximum number of attempts to save a turn that others change concurrently.
 const MAX_CONFLICT_RETRIES: usize = 8;
@@ -50,6 +55,8 @@ pub struct TurnLeaseRequest {
     pub context_box_id: Option<String>,
     /// Nesting depth of agents that call agents; below 20.
     pub depth: u32,
+    /// Id of the request, 1 to 128 characters. The same request again returns the same lease.
+    pub request_id: Option<String>,
 }
 
 /// The result of one step call, for the agent that resumes.
@@ -78,6 +85,17 @@ pub struct ResumedTurn {
     pub turn: Turn,
     /// Results of all steps since the last resume.
     pub results: Vec<StepResult>,
+}
+
+/// A request to resume a turn.
+#[derive(Debug, Clone, Default)]
+pub struct TurnResume {
+    /// Epoch of the turn; the request is refused if it is not the current one.
+    pub epoch: u64,
+    /// Time to wait for the results, in milliseconds.
+    pub wait_ms: u64,
+    /// Id of the request, 1 to 128 characters. The same request again returns the same results.
+    pub request_id: Option<String>,
 }
 
 /// A request to finish a turn.
@@ -136,24 +154,29 @@ impl Utp {
             return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
         }
         check_lineage(&lease_request)?;
-        let turn_id = lease_request
-            .turn_id
-            .unwrap_or_else(|| self.core.id_generator.next_id("turn_", wall_ms));
+        check_request_id(lease_request.request_id.as_deref())?;
+        let next_id = || match &lease_request.request_id {
+            Some(request_id) => derive_turn_id(&caller.project, agent_id, request_id),
+            None => self.core.id_generator.next_id("turn_", wall_ms),
+        };
+        let turn_id = lease_request.turn_id.clone().unwrap_or_else(next_id);
         let channel = lease_request.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
-        let words = [
+        check_tokens(&[
             ("project_id", &caller.project),
             ("agent_turn_id", &turn_id),
             ("channel_id", &channel),
-        ];
-        for (field, word) in words {
-            if !is_token(word) {
-                return Err(invalid(format!("{field} cannot be part of a NATS subject")));
-            }
-        }
+        ])?;
         let existing = self.core.store.utp().turn(&caller.project, &turn_id).await;
+        let existing = existing.map_err(from_store_error)?;
+        let request_id = lease_request.request_id.as_deref();
+        let is_repeated =
+            |turn: &&Turn| turn.is_answer_to(request_id) && is_leased_by(turn, agent_id, now_ms);
+        if let Some(leased) = existing.as_ref().filter(is_repeated) {
+            return self.renew_lease(caller, agent_id, &turn_id, leased.epoch).await;
+        }
         let request = lease_request.traceparent.as_deref().and_then(trace::normalize);
         let mut change = TurnChange::default();
-        let turn = match existing.map_err(from_store_error)? {
+        let mut turn = match existing {
             Some(existing) => {
                 change.acknowledged_inbox_ids = delegated::turn_item_id(&existing);
                 let leased = take_over_turn(existing, agent_id, now_ms, lease_ms)?;
@@ -181,10 +204,12 @@ impl Utp {
                 reason: None,
                 deliverable_card_id: None,
                 delegation: None,
+                last_request: None,
                 version: 1,
                 turn_id,
             },
         };
+        turn.last_request = TurnRequest::new(lease_request.request_id, turn.epoch, Vec::new());
         self.save_and_publish_turn(turn, change, TurnEvent::default()).await
     }
 
@@ -246,14 +271,18 @@ impl Utp {
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
-        epoch: u64,
-        wait_ms: u64,
+        request: TurnResume,
     ) -> Result<ResumedTurn, Error> {
+        let TurnResume { epoch, wait_ms, request_id } = request;
+        check_request_id(request_id.as_deref())?;
         let until_ms = self.core.clock.now_ms() + wait_ms.min(self.core.limits.max_wait_ms);
         let (project, agent) = (caller.project.clone(), agent_id.to_owned());
         let mut listener = self.core.bus.listen(Topic::Inbox { project, agent });
         let (turn, calls) = loop {
             let turn = self.turn(caller, agent_id, turn_id).await?;
+            if turn.epoch == epoch + 1 && turn.is_answer_to(request_id.as_deref()) {
+                return self.load_resumed(turn).await;
+            }
             if turn.status != TurnStatus::Suspended || turn.epoch != epoch {
                 let message =
                     format!("the turn is {} in epoch {}", turn.status.as_str(), turn.epoch);
@@ -285,6 +314,8 @@ impl Utp {
         let now_ms = self.core.clock.now_ms();
         let mut turn = bump_version(turn);
         turn.epoch += 1;
+        let steps = turn.last_steps().to_vec();
+        turn.last_request = TurnRequest::new(request_id, turn.epoch, steps);
         turn.steps.clear();
         turn.resume_deadline_ms = None;
         turn.lease_until_ms = now_ms + turn.lease_ms;
@@ -305,11 +336,22 @@ impl Utp {
         let step = Some(StepProgress { phase: "completed", new_card_ids });
         let listener = TurnEvent { step, completion, ..TurnEvent::default() };
         let turn = self.save_and_publish_turn(turn, change, listener).await?;
-        self.report_delegation(&turn).await;
+        self.conclude_turn(&turn).await;
         Ok(ResumedTurn { turn, results })
     }
 
-    /// Finishes a running turn.
+    /// Returns the turn and the results of its last resume again: the response was lost.
+    async fn load_resumed(&self, turn: Turn) -> Result<ResumedTurn, Error> {
+        let steps = turn.last_request.iter().flat_map(|request| request.steps.clone());
+        let mut calls = Vec::new();
+        for step_id in steps.collect::<Vec<_>>() {
+            calls.extend(self.load_step_calls(&turn, &step_id).await?);
+        }
+        let results = self.load_step_results(&turn, &calls).await?;
+        Ok(ResumedTurn { turn, results })
+    }
+
+    /// Finishes a running turn. The same request again returns the finished turn.
     pub async fn finish_turn(
         &self,
         caller: &Caller,
@@ -318,6 +360,14 @@ impl Utp {
         mut finish: TurnFinish,
     ) -> Result<Turn, Error> {
         let epoch = finish.epoch;
+        let now = self.turn(caller, agent_id, turn_id).await?;
+        let is_repeated = now.status == TurnStatus::Finished
+            && now.epoch == epoch
+            && finish.deliverable_card_id.is_some()
+            && now.deliverable_card_id == finish.deliverable_card_id;
+        if is_repeated {
+            return Ok(now);
+        }
         // Checked in this order, so that only the agent learns which cards exist.
         let turn = self.require_running_turn(caller, agent_id, turn_id, epoch).await?;
         let status = finish.status.unwrap_or(ToolStatus::Success);
@@ -331,7 +381,7 @@ impl Utp {
         finish.deliverable_card_id = Some(deliverable_card_id);
         let wish = TurnTransition::Finish(finish);
         let turn = self.transition_running_turn(caller, agent_id, turn_id, epoch, wish).await?;
-        self.report_delegation(&turn).await;
+        self.conclude_turn(&turn).await;
         Ok(turn)
     }
 
@@ -423,6 +473,31 @@ impl Utp {
         }
         Ok(turn)
     }
+}
+
+fn check_tokens(words: &[(&str, &String)]) -> Result<(), Error> {
+    match words.iter().find(|(_, word)| !is_token(word)) {
+        Some((field, _)) => Err(invalid(format!("{field} cannot be part of a NATS subject"))),
+        None => Ok(()),
+    }
+}
+
+/// Returns true if a worker of this agent holds the lease.
+fn is_leased_by(turn: &Turn, agent_id: &str, now_ms: u64) -> bool {
+    turn.agent_id == agent_id && turn.status == TurnStatus::Running && turn.lease_until_ms > now_ms
+}
+
+fn check_request_id(request_id: Option<&str>) -> Result<(), Error> {
+    match request_id.is_none_or(|id| (1..=MAX_REQUEST_ID).contains(&id.len())) {
+        true => Ok(()),
+        false => Err(invalid(format!("request_id must be 1 to {MAX_REQUEST_ID} bytes"))),
+    }
+}
+
+/// Returns the id of a turn that a request without one leases: the same request finds it again.
+fn derive_turn_id(project: &str, agent_id: &str, request_id: &str) -> String {
+    let seed = json!([project, agent_id, request_id]).to_string();
+    format!("turn_{}", hex(&Sha256::digest(seed.as_bytes())[..16]))
 }
 
 /// Checks the lineage of a turn. It is copied into headers and commands, so it must be valid there.

@@ -3,6 +3,8 @@
 mod budgets;
 mod definitions;
 mod ends;
+mod loops;
+mod workers;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -84,6 +86,7 @@ async fn engine_with(
 ) -> Engine {
     let model = SingleModel(Arc::new(AgentModel(Box::new(reply))));
     let builder = Engine::builder().store(store.clone()).models(Arc::new(model));
+    let builder = builder.with_run_finish_tool();
     let engine = builder.start().await.unwrap();
     for agent in agents {
         engine.roster().define_agent(&caller(), agent, None).await.unwrap();
@@ -250,7 +253,7 @@ async fn depth_is_capped_with_a_message_for_the_model() {
     .await;
     let call = call_agent(&engine, "n0", json!({ "instruction": "x" })).await;
     let data = failure_of(&call);
-    assert!(data.contains("at depth 21, and the maximum here is 20"), "{data}");
+    assert!(data.contains("at depth 20, and the maximum here is 19"), "{data}");
     let mut limited = agent("n0");
     limited.profile.limits.depth = Some(1);
     engine.roster().define_agent(&caller(), limited, None).await.unwrap();

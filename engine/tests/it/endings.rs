@@ -307,13 +307,21 @@ async fn a_model_ends_its_run_with_run_finish() {
 }
 
 #[tokio::test]
-async fn a_run_without_tools_is_not_offered_run_finish() {
-    let script = Arc::new(Script::default().says("Hello."));
+async fn only_a_stored_run_without_tools_is_offered_run_finish() {
+    let script = Arc::new(Script::default().says("Hello.").says("Hello again."));
     let engine = builder(script.clone()).start().await.unwrap();
     let request = RunRequest { tools: Some(Vec::new()), ..new_run() };
     let started = engine.runs().start_run(&caller(), request).await.unwrap();
     engine.runs().wait_for_run(&caller(), &started.run.id, 30_000).await.unwrap();
-    assert!(script.request(0).tools.is_empty());
+    let offered = script.request(0).tools;
+    assert_eq!(offered.len(), 1, "{offered:?}");
+    assert_eq!(offered[0]["function"]["name"], "run__finish");
+    // A caller that passes its conversation through gets no tool that it has not requested.
+    let options = RunOptions { tools: Some(Vec::new()), ..RunOptions::new("scripted", "r") };
+    let mut conversation = Conversation::from_user_text("Hello");
+    let runs = engine.runs();
+    runs.run_agent_loop(&caller(), script.as_ref(), &options, &mut conversation).await.unwrap();
+    assert!(script.request(1).tools.is_empty());
 }
 
 #[tokio::test]

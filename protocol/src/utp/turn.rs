@@ -26,6 +26,9 @@ pub struct LeaseBody {
     recursion_depth: u32,
     traceparent: Option<String>,
     tracestate: Option<String>,
+    /// Id of the request. Repeating it with the same id returns the same lease, in case the
+    /// response was lost.
+    request_id: Option<String>,
 }
 
 impl LeaseBody {
@@ -40,6 +43,7 @@ impl LeaseBody {
             parent_step_id: self.parent_step_id,
             context_box_id: self.context_box_id,
             depth: self.recursion_depth,
+            request_id: self.request_id,
         }
     }
 }

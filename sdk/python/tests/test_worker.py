@@ -1,4 +1,5 @@
-"""Tests of the worker: deliverables that cannot be sent, and wakeups that cannot be read."""
+"""Tests of the worker: deliverables that cannot be sent, wakeups that cannot be read, and requests
+whose responses are lost."""
 
 import asyncio
 import json
@@ -93,6 +94,21 @@ class WakeupTest(unittest.TestCase):
             await worker._take_wakeups(stop)
 
         asyncio.run(take())
+
+
+class RepeatedRequestTest(unittest.TestCase):
+    def test_lease_and_resume_have_ids_of_their_own(self):
+        worker = RecordingWorker()
+
+        async def work():
+            turn = Turn(worker, "cg.v1r3.p.public", ITEM)
+            await turn._begin(60.0)
+            return await turn.call_tool("calculation.eval", expression="6*7")
+
+        self.assertEqual(asyncio.run(work()), 42)
+        ids = [body["request_id"] for operation, body in worker.requests if operation != "dispatch"]
+        self.assertEqual(len(ids), 2)
+        self.assertNotEqual(ids[0], ids[1])
 
 
 if __name__ == "__main__":

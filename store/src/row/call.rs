@@ -81,6 +81,8 @@ struct StoredCallEnvelope<'a> {
     background: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     turn: Option<Cow<'a, Route>>,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    depth: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     callback_url: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -245,6 +247,7 @@ impl CallRow {
             traceparent: call.origin.traceparent.as_deref().map(Cow::Borrowed),
             background: call.origin.background,
             turn: call.origin.route.as_deref().map(Cow::Borrowed),
+            depth: call.origin.depth,
             callback_url: call.origin.callback_url.as_deref().map(Cow::Borrowed),
             predecessor: call.origin.predecessor.as_ref().map(|id| Cow::Borrowed(id.as_str())),
             replaces: call.origin.replaces.as_ref().map(|id| Cow::Borrowed(id.as_str())),
@@ -457,6 +460,7 @@ fn decode_origin(mut envelope: StoredCallEnvelope<'_>) -> Result<Origin, StoreEr
         traceparent: envelope.traceparent.map(Cow::into_owned),
         background: envelope.background,
         route: envelope.turn.map(|turn| Box::new(turn.into_owned())),
+        depth: envelope.depth,
         callback_url: envelope.callback_url.map(Cow::into_owned),
         predecessor: envelope.predecessor.and_then(|id| id.parse().ok()),
         replaces: envelope.replaces.and_then(|id| id.parse().ok()),

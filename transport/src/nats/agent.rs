@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::subject::Subject;
 use toolcrib::domain::utp::trace;
+use toolcrib::utp::TurnResume;
 use toolcrib::{Caller, Engine};
 use toolcrib_protocol::utp::turn::{self, DispatchBody, FinishBody, LeaseBody, turn_body};
 use toolcrib_protocol::utp::wire;
@@ -81,8 +82,9 @@ pub(super) async fn handle_request(
             turn_body(&engine.utp().suspend_turn(caller, agent, &turn_id, epoch()?).await?, &[])
         }
         "resume" => {
-            let resumed =
-                engine.utp().resume_turn(caller, agent, &turn_id, epoch()?, wait_ms).await?;
+            let request_id = body["request_id"].as_str().map(str::to_owned);
+            let resume = TurnResume { epoch: epoch()?, wait_ms, request_id };
+            let resumed = engine.utp().resume_turn(caller, agent, &turn_id, resume).await?;
             toolcrib_protocol::utp::turn::resumed_body(&resumed)
         }
         "finish" => {

@@ -376,6 +376,7 @@ impl BatchExecution {
             idempotency_key: entry.idempotency_key.clone().or_else(batch_key),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
+            depth: batch.depth,
             callback_url: entry.callback_url.clone().or_else(|| batch.callback_url.clone()),
             rejoin: batch.rejoin,
             ..CallRequest::of(name.clone(), entry.args.clone())

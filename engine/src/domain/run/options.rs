@@ -47,10 +47,17 @@ pub struct RunOptions {
     pub user_id: Option<String>,
     /// W3C `traceparent` of the trace that the calls belong to.
     pub traceparent: Option<String>,
+    /// Number of agents above the run in a chain of agents that call agents.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub depth: u32,
     /// The agent that continues the conversation after a handoff: its instructions, model and
     /// tools take the place of these options.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub active_agent: Option<Box<ActiveAgent>>,
+}
+
+fn is_zero(depth: &u32) -> bool {
+    *depth == 0
 }
 
 impl RunOptions {

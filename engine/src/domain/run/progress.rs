@@ -25,6 +25,9 @@ pub struct PendingCall {
     /// True if no request to the model is sent before the call has ended.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspends: bool,
+    /// True if the run may end before the call has ended.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_detached: bool,
 }
 
 /// Counts consecutive identical calls with the same result.

@@ -28,6 +28,39 @@ pub struct TurnDelegation {
     /// Status that the turn ended with; `None` until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<ToolStatus>,
+    /// Place of the turn in the tree of agents.
+    #[serde(default)]
+    pub lineage: TurnLineage,
+}
+
+/// The place of a turn in a tree of agents. The agents that it calls continue the tree.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TurnLineage {
+    /// Agents that wait for the turn, from the first to its caller.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ancestors: Vec<String>,
+    /// Largest depth that an agent below the turn may have; that of the protocol if `None`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_depth: Option<u32>,
+    /// First run or turn of the tree; `None` if the turn begins it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub root_id: Option<String>,
+    /// Run or turn that made the call; `None` if neither did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent_id: Option<String>,
+    /// Nearest run above the turn.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub run_id: Option<String>,
+    /// True if the turn continues when its caller ends.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub outlives_parent: bool,
+    /// Number of tool calls that the turn reserves in the budget above it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calls: Option<u64>,
+    /// Number of tokens that the turn reserves in the budget above it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<u64>,
 }
 
 /// A message between agents, as the shared tables record it (`state.execution_edges`). A store

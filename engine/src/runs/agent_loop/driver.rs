@@ -325,7 +325,7 @@ impl<'a> AgentLoop<'a> {
             if !reply.text.is_empty() {
                 conversation.messages.push(limits::assistant_message(&reply, false));
             }
-            if !conversation.progress.pending_calls.is_empty() {
+            if conversation.progress.pending_calls.iter().any(|call| !call.is_detached) {
                 return Ok(StepOutcome::AwaitingResults);
             }
             return Ok(StepOutcome::Answered(model_answer(reply)));

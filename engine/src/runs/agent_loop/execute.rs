@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::{EventSink, LoopEvent, ending, summary};
 use crate::calls::batch::{Batch, BatchEntryResult, BatchEntryState};
+use crate::domain::agent::OnParentEnd;
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
@@ -13,6 +14,7 @@ use crate::domain::json::Json;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{PendingCall, RunProgress};
+use crate::domain::tool::Executor;
 use crate::runs::Runs;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::limits::idempotency_key;
@@ -172,6 +174,8 @@ impl<'a> ExecutionPlan<'a> {
                     terminating.extend(stored.cloned());
                     let suspends = options.execution_options.wait_ms.is_none();
                     record_call(progress, (call, fingerprint), settled, &message, suspends);
+                    let child = settled.call().and_then(|ended| engine.delegated_call(ended, call));
+                    progress.pending_calls.extend(child);
                     let mut message = summaries.remove(&entry).unwrap_or(message);
                     if let Some(other) = settled.call().filter(|call| is_handoff(call)) {
                         match &handoff {
@@ -195,6 +199,29 @@ impl<'a> ExecutionPlan<'a> {
         progress.repeated_steps =
             if all > 0 && repeated == all { progress.repeated_steps + 1 } else { 0 };
         Ok(ExecutedStep { messages, terminating, handoff })
+    }
+}
+
+impl Runs {
+    /// Returns the call of the agent that an ended call handed a task to without waiting: its
+    /// result arrives late. The run ends before it only if the agent continues without the run.
+    fn delegated_call(&self, ended: &Call, call: &ToolCallRequest) -> Option<PendingCall> {
+        if ended.target.executor != Executor::INTERNAL {
+            return None;
+        }
+        let outcome = ended.outcome.as_ref().filter(|outcome| outcome.ok)?;
+        let result = outcome.data.as_ref()?.to_value();
+        let accepted = (result["status"] == "accepted").then_some(&result)?;
+        let tool_call_id = accepted["call_id"].as_str()?.parse().ok()?;
+        let agent_id = accepted["agent_id"].as_str()?;
+        let agent = self.registry.find_agent_definition(&ended.project, agent_id)?;
+        Some(PendingCall {
+            tool_call_id,
+            call_id: call.id.clone(),
+            name: call.name.clone(),
+            suspends: false,
+            is_detached: agent.on_parent_end == OnParentEnd::Detach,
+        })
     }
 }
 
@@ -229,6 +256,7 @@ fn build_batch(
         retry: execution.max_retries,
         user_id: options.user_id.clone(),
         traceparent: options.traceparent.clone(),
+        depth: options.depth,
         ..Batch::new(options.run_id.clone(), entries)
     }
 }
@@ -254,6 +282,7 @@ fn record_call(
                 suspends: may_suspend
                     && open.target.after_execution.is_some()
                     && !open.origin.background,
+                is_detached: false,
             });
             limits::content_hash("")
         }

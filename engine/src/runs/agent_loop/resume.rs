@@ -60,7 +60,13 @@ impl PriorResults {
             };
             indexes.insert(tool_call_id.clone(), index);
             let (call_id, name) = (call.id.clone(), call.name.clone());
-            pending.push(PendingCall { tool_call_id, call_id, name, suspends: false });
+            pending.push(PendingCall {
+                tool_call_id,
+                call_id,
+                name,
+                suspends: false,
+                is_detached: false,
+            });
         }
         let (ended, _) = engine.render_late_results(caller, &pending, budget).await?;
         let still_open = "it was started and is still running; its tool was removed";

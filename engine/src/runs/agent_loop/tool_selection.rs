@@ -165,6 +165,22 @@ impl ToolSelection {
         selection
     }
 
+    /// Offers the tool that ends a run, unless it is offered already. Every run has it, also one
+    /// without any other tool; a conversation of a caller without tools has none.
+    pub(super) fn add_finish(&mut self, engine: &Runs, caller: &Caller) {
+        if self.tool_names.values().any(|name| name == RUN_FINISH) {
+            return;
+        }
+        let name = model_tool_names::name_for_model(RUN_FINISH);
+        let Ok(entry) = engine.registry.tool(caller, RUN_FINISH) else { return };
+        if self.caller_tools.contains(&name) {
+            return;
+        }
+        self.tools.push(describe(&name, &entry.definition));
+        self.tool_names.insert(name, RUN_FINISH.to_owned());
+        self.definitions.push(entry.definition.clone());
+    }
+
     fn add_context_tools(&mut self, context: Option<&RunToolSelection>) {
         let tools = context.map_or(&[][..], |context| &context.caller_tools);
         let names = model_tool_names::names_for_model(tools.iter().map(|tool| tool.name.as_str()));

@@ -5,6 +5,7 @@
 //! the stored runs, so a restart rebuilds it.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use parking_lot::Mutex;
 use serde_json::json;
@@ -14,7 +15,8 @@ use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
 use crate::domain::run::options::RunLimits;
 use crate::domain::run::progress::StopReason;
-use crate::domain::run::{Run, RunBudget};
+use crate::domain::run::{Run, RunBudget, RunLineage};
+use crate::domain::utp::Turn;
 
 /// A project and the first run of a tree.
 pub(crate) type TreeKey = (String, String);
@@ -65,13 +67,13 @@ impl Resource {
     }
 }
 
-/// One run of a tree.
+/// One run, or one turn of a worker, in a tree.
 #[derive(Debug)]
 struct TreeNode {
     parent: Option<String>,
     children: Vec<String>,
     budget: RunBudget,
-    /// Used by the run itself.
+    /// Used by the run itself; nothing for a turn, whose worker has its own model.
     used: Amounts,
     is_open: bool,
     call_id: Option<CallId>,
@@ -91,10 +93,11 @@ pub(crate) struct OpenChild {
     pub(crate) on_parent_end: OnParentEnd,
 }
 
-/// A run that is about to start.
+/// A run or turn that is about to start.
 pub(crate) struct ChildReservation<'a> {
-    pub(crate) run_id: &'a str,
-    pub(crate) parent_run_id: Option<&'a str>,
+    pub(crate) node_id: &'a str,
+    /// Run or turn that calls it.
+    pub(crate) parent_id: Option<&'a str>,
     pub(crate) call_id: &'a CallId,
     pub(crate) limits: &'a AgentLimits,
     pub(crate) on_parent_end: OnParentEnd,
@@ -111,8 +114,21 @@ pub(crate) struct TreeBudgets {
 #[derive(Default)]
 struct TreesState {
     trees: HashMap<TreeKey, Tree>,
-    /// Tree of each run that a call of an agent started.
+    /// Tree of each run and turn that a call of an agent started.
     by_run: HashMap<String, TreeKey>,
+}
+
+impl TreesState {
+    fn drop_if_unused(&mut self, key: &TreeKey) {
+        let has_open = |tree: &Tree| tree.nodes.values().any(|node| node.is_open);
+        if self.trees.get(key).is_some_and(|tree| !has_open(tree))
+            && let Some(tree) = self.trees.remove(key)
+        {
+            for id in tree.nodes.keys() {
+                self.by_run.remove(id);
+            }
+        }
+    }
 }
 
 /// Returns the budget of a run: what its lineage reserves, or the limits that its request sets.
@@ -139,7 +155,7 @@ impl TreeNode {
     fn from_run(run: &Run) -> Self {
         let lineage = run.lineage.as_deref();
         Self {
-            parent: lineage.and_then(|lineage| lineage.parent_run_id.clone()),
+            parent: lineage.and_then(parent_node),
             children: Vec::new(),
             budget: budget_of(run),
             used: used_by(run),
@@ -148,19 +164,65 @@ impl TreeNode {
             on_parent_end: lineage.map_or_else(OnParentEnd::default, |l| l.on_parent_end),
         }
     }
+
+    fn from_turn(turn: &Turn) -> Self {
+        let delegation = turn.delegation.as_deref();
+        let lineage = delegation.map(|delegation| delegation.lineage.clone()).unwrap_or_default();
+        let call_id = delegation.and_then(|delegation| delegation.call_id.parse().ok());
+        Self {
+            parent: lineage.parent_id,
+            children: Vec::new(),
+            budget: RunBudget { calls: lineage.calls, tokens: lineage.tokens },
+            used: Amounts::default(),
+            is_open: call_id.is_some() && !turn.status.is_terminal(),
+            call_id,
+            on_parent_end: match lineage.outlives_parent {
+                true => OnParentEnd::Detach,
+                false => OnParentEnd::Cancel,
+            },
+        }
+    }
+}
+
+/// Returns the run or turn that called an agent's run.
+fn parent_node(lineage: &RunLineage) -> Option<String> {
+    lineage.parent_turn_id.clone().or_else(|| lineage.parent_run_id.clone())
 }
 
 impl Tree {
-    fn from_runs(runs: &[Run]) -> Self {
+    fn from_parts(runs: &[Run], turns: &[Turn]) -> Self {
         let nodes = runs.iter().map(|run| (run.id.clone(), TreeNode::from_run(run))).collect();
         let mut tree = Self { nodes };
+        for turn in turns {
+            tree.add_turn(turn);
+        }
+        for turn in turns {
+            tree.link(&turn.turn_id, TreeNode::from_turn(turn).parent);
+        }
         for run in runs {
-            let parent = run.lineage.as_ref().and_then(|lineage| lineage.parent_run_id.clone());
-            if let Some(node) = parent.and_then(|parent| tree.nodes.get_mut(&parent)) {
-                node.children.push(run.id.clone());
-            }
+            tree.link(&run.id, run.lineage.as_deref().and_then(parent_node));
         }
         tree
+    }
+
+    /// Adds a node to the children of the node above it.
+    fn link(&mut self, id: &str, parent: Option<String>) {
+        if let Some(node) = parent.and_then(|parent| self.nodes.get_mut(&parent))
+            && !node.children.iter().any(|child| child == id)
+        {
+            node.children.push(id.to_owned());
+        }
+    }
+
+    /// Adds the turn of a worker. A turn that its worker began itself has no budget, and no tree
+    /// stays in memory for it alone.
+    fn add_turn(&mut self, turn: &Turn) {
+        let node = TreeNode::from_turn(turn);
+        let parent = node.parent.clone();
+        if let Entry::Vacant(vacant) = self.nodes.entry(turn.turn_id.clone()) {
+            vacant.insert(node);
+        }
+        self.link(&turn.turn_id, parent);
     }
 
     /// Returns what a run and everything below it used or reserved.
@@ -238,15 +300,40 @@ impl TreeBudgets {
     }
 
     /// Adds a tree, unless it is in memory already.
-    pub(crate) fn add_tree(&self, key: TreeKey, runs: &[Run]) {
+    pub(crate) fn add_tree(&self, key: TreeKey, runs: &[Run], turns: &[Turn]) {
         let mut state = self.state.lock();
         if state.trees.contains_key(&key) {
             return;
         }
         let in_tree = runs.iter().filter(|run| run.lineage.is_some());
-        let ids: Vec<String> = in_tree.map(|run| run.id.clone()).collect();
+        let runs_in_tree = in_tree.map(|run| run.id.clone());
+        let ids: Vec<String> =
+            runs_in_tree.chain(turns.iter().map(|turn| turn.turn_id.clone())).collect();
         state.by_run.extend(ids.into_iter().map(|id| (id, key.clone())));
-        state.trees.insert(key, Tree::from_runs(runs));
+        state.trees.insert(key, Tree::from_parts(runs, turns));
+    }
+
+    /// Adds the turn of a worker to its tree, unless it is there already.
+    pub(crate) fn add_turn(&self, key: &TreeKey, turn: &Turn) {
+        let mut state = self.state.lock();
+        state.trees.entry(key.clone()).or_default().add_turn(turn);
+        state.by_run.insert(turn.turn_id.clone(), key.clone());
+    }
+
+    /// Records that the call of a turn has ended: the turn's budget is free again.
+    pub(crate) fn end_turn(&self, turn_id: &str) {
+        let mut state = self.state.lock();
+        let Some(key) = state.by_run.get(turn_id).cloned() else { return };
+        let tree = state.trees.get_mut(&key);
+        if let Some(node) = tree.and_then(|tree| tree.nodes.get_mut(turn_id)) {
+            node.is_open = false;
+        }
+        state.drop_if_unused(&key);
+    }
+
+    /// Drops a tree without open runs and turns.
+    pub(crate) fn drop_if_unused(&self, key: &TreeKey) {
+        self.state.lock().drop_if_unused(key);
     }
 
     /// Reserves the budget of a child, which counts as open from now on.
@@ -259,7 +346,7 @@ impl TreeBudgets {
         let tree = state.trees.entry(key.clone()).or_default();
         let wanted_calls = child.limits.calls.map(u64::from);
         let mut budget = RunBudget { calls: wanted_calls, tokens: child.limits.tokens };
-        if let Some(parent) = child.parent_run_id {
+        if let Some(parent) = child.parent_id {
             let open = tree.open_children(parent).len();
             if open >= child.max_children {
                 let message = format!(
@@ -275,11 +362,11 @@ impl TreeBudgets {
                 tokens: tree.grant(parent, budget.tokens, Resource::Tokens)?,
             };
             if let Some(node) = tree.nodes.get_mut(parent) {
-                node.children.push(child.run_id.to_owned());
+                node.children.push(child.node_id.to_owned());
             }
         }
         let node = TreeNode {
-            parent: child.parent_run_id.map(str::to_owned),
+            parent: child.parent_id.map(str::to_owned),
             children: Vec::new(),
             budget,
             used: Amounts::default(),
@@ -287,8 +374,8 @@ impl TreeBudgets {
             call_id: Some(child.call_id.clone()),
             on_parent_end: child.on_parent_end,
         };
-        tree.nodes.insert(child.run_id.to_owned(), node);
-        state.by_run.insert(child.run_id.to_owned(), key.clone());
+        tree.nodes.insert(child.node_id.to_owned(), node);
+        state.by_run.insert(child.node_id.to_owned(), key.clone());
         Ok(budget)
     }
 
@@ -327,16 +414,7 @@ impl TreeBudgets {
     /// Drops the tree of a run if none of its runs is open.
     pub(crate) fn drop_if_ended(&self, run: &Run) {
         let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
-        let key = (run.project.clone(), root.clone());
-        let mut state = self.state.lock();
-        let has_open = |tree: &Tree| tree.nodes.values().any(|node| node.is_open);
-        if state.trees.get(&key).is_some_and(|tree| !has_open(tree))
-            && let Some(tree) = state.trees.remove(&key)
-        {
-            for id in tree.nodes.keys() {
-                state.by_run.remove(id);
-            }
-        }
+        self.drop_if_unused(&(run.project.clone(), root.clone()));
     }
 
     /// Returns the project of a run that a call of an agent started.
@@ -355,5 +433,45 @@ impl TreeBudgets {
             tree.remaining(run_id, *resource).is_some_and(|(left, _)| left == 0)
         };
         Resource::ALL.into_iter().find(is_exhausted).map(Resource::stop_reason)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn reserve(budgets: &TreeBudgets, key: &TreeKey, max_children: usize) -> Result<(), Fault> {
+        let limits = AgentLimits::default();
+        let call_id = "tc_01M7H641R6DXZKTSNG6276X36C".parse().unwrap();
+        let child = ChildReservation {
+            node_id: "run_2",
+            parent_id: Some("run_1"),
+            call_id: &call_id,
+            limits: &limits,
+            on_parent_end: OnParentEnd::Cancel,
+            max_children,
+        };
+        budgets.reserve(key, &child).map(drop)
+    }
+
+    #[test]
+    fn a_tree_without_open_runs_leaves_the_memory() {
+        let (budgets, key) = (TreeBudgets::default(), ("p".to_owned(), "run_1".to_owned()));
+        assert!(reserve(&budgets, &key, 0).is_err());
+        budgets.drop_if_unused(&key);
+        assert!(!budgets.is_loaded(&key), "a refused child leaves no tree");
+
+        reserve(&budgets, &key, 1).unwrap();
+        budgets.drop_if_unused(&key);
+        assert!(budgets.is_loaded(&key), "an open child keeps its tree");
+        budgets.discard(&key, "run_2");
+        budgets.drop_if_unused(&key);
+        assert!(!budgets.is_loaded(&key), "a child that was not created leaves no tree");
+
+        reserve(&budgets, &key, 1).unwrap();
+        budgets.end_turn("run_2");
+        assert!(!budgets.is_loaded(&key), "the end of the last turn drops its tree");
+        assert_eq!(budgets.project_of("run_2"), None);
     }
 }

@@ -152,6 +152,14 @@ impl Runs {
             let (runs, run) = (self.clone(), run.clone());
             self.core.tasks.spawn(async move { runs.report_agent_result(&run).await });
         }
+        if run.progress.calls > 0 {
+            // Agents that were called and have not started yet.
+            let (utp, run) = (self.utp.clone(), run.clone());
+            self.core.tasks.spawn(async move {
+                let is_own = |call: &Call| call.origin.agent == run.owner.agent;
+                utp.cancel_called_agents(&run.project, &run.id, is_own).await;
+            });
+        }
         for child in children {
             if child.on_parent_end == OnParentEnd::Cancel {
                 self.spawn_child_cancel(&run.project, child);
@@ -212,13 +220,29 @@ impl Runs {
         }
     }
 
-    /// Returns true if a call started an agent's run that continues after its caller's end.
+    /// Returns true if a call is that of an agent that continues after its caller's end.
     pub(crate) fn is_detached_agent(&self, call: &Call) -> bool {
         if call.target.executor != Executor::AGENT {
             return false;
         }
-        let active = self.active_runs.get(&call.project, &run_id_for(&call.id));
-        active.is_some_and(|active| active.on_parent_end == Some(OnParentEnd::Detach))
+        match self.active_runs.get(&call.project, &run_id_for(&call.id)) {
+            Some(active) => active.on_parent_end == Some(OnParentEnd::Detach),
+            // A worker drives the agent, or it has not started.
+            None => self.utp.outlives_caller(call),
+        }
+    }
+
+    /// Returns true if the run or turn that called an agent's run has ended.
+    async fn has_parent_ended(&self, run: &Run) -> Result<bool, Error> {
+        let Some(lineage) = run.lineage.as_deref() else { return Ok(false) };
+        if let Some(turn_id) = &lineage.parent_turn_id {
+            let turn = self.utp.find_turn(&run.project, turn_id).await?;
+            return Ok(turn.is_none_or(|turn| turn.status.is_terminal()));
+        }
+        let Some(parent_id) = &lineage.parent_run_id else { return Ok(false) };
+        let parent = self.core.store.runs().run(&run.project, parent_id).await;
+        let parent = parent.map_err(from_store_error)?;
+        Ok(parent.is_none_or(|parent| parent.status.is_terminal()))
     }
 
     /// Ends agents' runs whose call or whose parent ended while no process could act on it.
@@ -232,12 +256,7 @@ impl Runs {
                 return Ok(());
             }
         }
-        let Some(parent_id) = &lineage.parent_run_id else { return Ok(()) };
-        let parent = self.core.store.runs().run(&run.project, parent_id).await;
-        let parent = parent.map_err(from_store_error)?;
-        if lineage.on_parent_end == OnParentEnd::Cancel
-            && parent.is_none_or(|parent| parent.status.is_terminal())
-        {
+        if lineage.on_parent_end == OnParentEnd::Cancel && self.has_parent_ended(run).await? {
             let child = OpenChild {
                 run_id: run.id.clone(),
                 call_id: lineage.call_id.clone(),

@@ -6,9 +6,9 @@ use crate::domain::agent::{AgentDefinition, ResultField};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
-use crate::domain::run::Run;
 use crate::utp::Utp;
 use crate::utp::boxes::box_not_found;
+use crate::utp::lineage::CallLineage;
 
 /// Maximum size of the text that shows the cards of a box; cards beyond it are listed by id.
 const MAX_CARD_BYTES: usize = 48 << 10;
@@ -17,16 +17,20 @@ const MAX_CARD_BYTES: usize = 48 << 10;
 pub(super) async fn resolve_box(
     utp: &Utp,
     call: &Call,
-    parent: Option<&Run>,
+    above: &CallLineage,
 ) -> Result<Option<String>, Error> {
     let args = call.target.args.to_value();
-    let named = args.get("context_box_id").and_then(Value::as_str);
-    let Some(box_id) = named else {
-        return Ok(parent.and_then(|parent| parent.context_box_id.clone()));
-    };
-    match utp.boxes.find_box(&call.project, box_id).await? {
-        Some(found) => Ok(Some(found.box_id)),
-        None => Err(box_not_found(box_id)),
+    if let Some(box_id) = args.get("context_box_id").and_then(Value::as_str) {
+        let found = utp.boxes.find_box(&call.project, box_id).await?;
+        return found.map(|found| Some(found.box_id)).ok_or_else(|| box_not_found(box_id));
+    }
+    // The agent of a turn may name a context that is no box.
+    match above.context_box_id() {
+        Some(box_id) => {
+            let found = utp.boxes.find_box(&call.project, box_id).await?;
+            Ok(found.map(|found| found.box_id))
+        }
+        None => Ok(None),
     }
 }
 

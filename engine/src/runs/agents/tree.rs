@@ -1,6 +1,6 @@
 //! The tree of a run: the agents that it called, those that they called, and their usage.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::budget::TreeBudgets;
@@ -9,6 +9,7 @@ use crate::domain::access_rules::RuleAction;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
 use crate::domain::run::{Run, RunBudget, RunLineage};
+use crate::domain::utp::Turn;
 use crate::ports::core::{Core, from_store_error};
 use crate::registry::Registry;
 use crate::runs::stream::RunStreams;
@@ -122,7 +123,8 @@ impl RunTrees {
             return Ok(());
         }
         let runs = self.read_tree(project, root).await?;
-        self.budgets.add_tree(key, &runs);
+        let turns = self.read_turns(project, &runs).await?;
+        self.budgets.add_tree(key, &runs, &turns);
         Ok(())
     }
 
@@ -134,7 +136,8 @@ impl RunTrees {
         }
         let runs = self.read_tree(project, root).await?;
         if runs.iter().any(|run| run.lineage.is_some()) {
-            self.budgets.add_tree(key, &runs);
+            let turns = self.read_turns(project, &runs).await?;
+            self.budgets.add_tree(key, &runs, &turns);
         }
         Ok(())
     }
@@ -156,6 +159,28 @@ impl RunTrees {
             runs.extend(self.load_run(project, root).await?);
         }
         Ok(runs)
+    }
+}
+
+impl RunTrees {
+    /// Reads the turns of workers that called these runs, and those above them.
+    async fn read_turns(&self, project: &str, runs: &[Run]) -> Result<Vec<Turn>, Error> {
+        let lineages = runs.iter().filter_map(|run| run.lineage.as_deref());
+        let mut rest: Vec<String> =
+            lineages.filter_map(|lineage| lineage.parent_turn_id.clone()).collect();
+        let (mut turns, mut seen): (Vec<Turn>, HashSet<String>) = Default::default();
+        while let Some(id) = rest.pop() {
+            if !seen.insert(id.clone()) {
+                continue;
+            }
+            let found = self.core.store.utp().turn(project, &id).await.map_err(from_store_error)?;
+            let Some(turn) = found else { continue };
+            // The id above is that of a run or a turn; there is no turn with the id of a run.
+            let above = turn.delegation.as_ref();
+            rest.extend(above.and_then(|delegation| delegation.lineage.parent_id.clone()));
+            turns.push(turn);
+        }
+        Ok(turns)
     }
 }
 

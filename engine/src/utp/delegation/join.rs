@@ -1,8 +1,8 @@
 //! The durable join: makes the calls of several tasks, waits for them, and ends with the results
 //! that are in.
 //!
-//! A join keeps no state of its own. Its tasks are calls, and its deadline counts from the creation
-//! of its own call; after a crash the call is delivered again, finds the calls of its tasks by
+//! A join keeps no state of its own. Its tasks are calls, and its deadline counts from the start of
+//! its own call; after a crash the call is delivered again, finds the calls of its tasks by
 //! their idempotency keys, and waits on.
 
 use std::sync::Arc;
@@ -37,8 +37,16 @@ pub(super) struct Join {
     pub(super) is_fail_fast: bool,
     /// In Unix milliseconds.
     pub(super) deadline_ms: u64,
+    /// Time for all tasks. Always the same for a call, also after a restart.
+    pub(super) duration_ms: u64,
     /// True if the result of the only task is the result of the join.
     pub(super) is_question: bool,
+}
+
+/// Returns the time from which the deadline of a join counts: the start of its call, which may have
+/// waited for an approval before.
+pub(super) fn began_ms(call: &Call) -> u64 {
+    call.started_ms.unwrap_or(call.created_ms)
 }
 
 /// The state of one task.
@@ -86,7 +94,8 @@ impl Delegation {
             tasks,
             mode: args.join,
             is_fail_fast: args.fail_fast,
-            deadline_ms: call.created_ms + join_ms(args.deadline_seconds),
+            deadline_ms: began_ms(call) + join_ms(args.deadline_seconds),
+            duration_ms: join_ms(args.deadline_seconds),
             is_question: false,
         })
     }
@@ -103,7 +112,7 @@ impl Delegation {
         let latest_ms = call.deadline_ms.saturating_sub(CALL_MARGIN_MS).max(call.created_ms);
         join.deadline_ms = join.deadline_ms.min(latest_ms);
         for task in &mut join.tasks {
-            task.timeout_ms = Some(join.deadline_ms - call.created_ms + TASK_GRACE_MS);
+            task.timeout_ms = Some(join.duration_ms + TASK_GRACE_MS);
         }
         let deadline_ms = join.deadline_ms;
         let starting =

@@ -8,6 +8,7 @@ use crate::domain::agent::{AgentDefinition, AgentDriver, AgentProfile};
 use crate::domain::call::Call;
 use crate::domain::fault::{Error, Fault};
 use crate::domain::json::Json;
+use crate::domain::run::options::RunLimits;
 use crate::domain::utp::Route;
 
 /// The reason why an agent is not defined, as a code and in words.
@@ -63,7 +64,9 @@ impl Delegation {
         if existing.is_some() && action == "ensure" {
             return Ok(Ok(false));
         }
-        let (definition, source) = match self.build_definition(call, args, &action, agent_id) {
+        let creator = self.find_creator(call).await.map_err(super::into_fault)?;
+        let built = self.build_definition(call, args, &action, agent_id, creator);
+        let (definition, source) = match built {
             Ok(built) => built,
             Err(refusal) => return Ok(Err(refusal)),
         };
@@ -87,6 +90,39 @@ impl Delegation {
         }
     }
 
+    /// Returns the agent that acts in the call, with the bounds of the run or turn in which it
+    /// acts.
+    async fn find_creator(&self, call: &Call) -> Result<Option<AgentDefinition>, Error> {
+        let find = |id: &str| self.registry.find_agent_definition(&call.project, id);
+        if let Some(turn) = self.utp.find_calling_turn(call).await? {
+            let mut creator = find(&turn.agent_id);
+            let lineage = turn.delegation.as_ref().map(|delegation| &delegation.lineage);
+            if let (Some(creator), Some(lineage)) = (&mut creator, lineage) {
+                let depth = lineage.max_depth.map(|max| max.saturating_sub(turn.depth));
+                narrow_limits(creator, lineage.calls, lineage.tokens, depth);
+            }
+            return Ok(creator);
+        }
+        let Some(run) = self.utp.find_calling_run(call).await? else {
+            return Ok(find(&Route::for_call(call).agent_id));
+        };
+        let lineage = run.lineage.as_deref();
+        let active = run.options.active_agent.as_ref().map(|active| active.agent_id.as_str());
+        let agent_id = active.or_else(|| lineage.map(|lineage| lineage.agent_id.as_str()));
+        let fallback =
+            || AgentDefinition { agent_id: run.owner.agent.clone(), ..AgentDefinition::default() };
+        let mut creator = agent_id.and_then(find).unwrap_or_else(fallback);
+        if let Some(tools) = run.options.offered_tools() {
+            creator.profile.tools = Some(tools.to_vec());
+        }
+        let (limits, default) = (&run.options.limits, RunLimits::default());
+        let calls = (limits.calls != default.calls).then(|| u64::from(limits.calls));
+        let tokens = (limits.tokens != default.tokens).then_some(limits.tokens);
+        let depth = lineage.map(|lineage| lineage.max_depth.saturating_sub(lineage.depth));
+        narrow_limits(&mut creator, calls, tokens, depth);
+        Ok(Some(creator))
+    }
+
     /// Builds the definition from the arguments. Also returns the agent that bounds it.
     fn build_definition(
         &self,
@@ -94,6 +130,7 @@ impl Delegation {
         args: &Value,
         action: &str,
         agent_id: &str,
+        own: Option<AgentDefinition>,
     ) -> Result<(AgentDefinition, Option<AgentDefinition>), ProvisionRefusal> {
         let find = |id: &str| self.registry.find_agent_definition(&call.project, id);
         let source = match (action, read_text(args, "derived_from")) {
@@ -121,7 +158,6 @@ impl Delegation {
         let base = template.map(|template| template.profile).unwrap_or_default();
         let mut profile = overlay_profile(&base, &args["profile"])?;
         // An agent bounds the agents that it defines.
-        let own = find(&Route::for_call(call).agent_id);
         if let Some(own) = &own {
             profile = profile.narrowed_to(&own.profile).map_err(|problem| {
                 ProvisionRefusal::new(
@@ -143,6 +179,20 @@ impl Delegation {
         };
         Ok((definition, source.or(own)))
     }
+}
+
+/// Lowers the limits of an agent to those of the run or turn in which it acts.
+fn narrow_limits(
+    agent: &mut AgentDefinition,
+    calls: Option<u64>,
+    tokens: Option<u64>,
+    depth: Option<u32>,
+) {
+    let limits = &mut agent.profile.limits;
+    let calls = calls.map(|calls| u32::try_from(calls).unwrap_or(u32::MAX));
+    limits.calls = [limits.calls, calls].into_iter().flatten().min();
+    limits.tokens = [limits.tokens, tokens].into_iter().flatten().min();
+    limits.depth = [limits.depth, depth].into_iter().flatten().min();
 }
 
 /// Returns a text of the arguments that is not blank.

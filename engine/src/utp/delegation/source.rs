@@ -12,7 +12,7 @@ use super::Delegation;
 use super::definitions::{
     AskArgs, DelegateArgs, ForkJoinArgs, JoinMode, LaunchArgs, TargetStrategy, definitions,
 };
-use super::join::Join;
+use super::join::{Join, began_ms};
 use crate::domain::call::Call;
 use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
@@ -83,7 +83,8 @@ impl JoinWork {
                     tasks: vec![delegation.resolve_task(call, 0, task).await?],
                     mode: JoinMode::All,
                     is_fail_fast: false,
-                    deadline_ms: call.created_ms + join_ms(None),
+                    deadline_ms: began_ms(call) + join_ms(None),
+                    duration_ms: join_ms(None),
                     is_question: true,
                 })
             }

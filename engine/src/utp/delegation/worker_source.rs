@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use async_trait::async_trait;
 use parking_lot::Mutex;
 use serde_json::Value;
 
@@ -12,14 +11,14 @@ use crate::domain::agent::agent_tool_name;
 use crate::domain::call::Call;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
-use crate::domain::tool::{Executor, ToolDefinition};
-use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
+use crate::domain::utp::TurnLineage;
+use crate::ports::source::{Attempt, StartResult};
 use crate::utp::{EnqueueRequest, Utp};
 
 /// Delay before a turn is handed over again that could not be stored.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
 
-/// The source of agents that workers drive.
+/// Hands the calls of agents to the workers that drive them.
 pub(crate) struct WorkerSource {
     utp: Weak<Utp>,
     /// Project of each attempt that was handed over.
@@ -32,8 +31,16 @@ impl WorkerSource {
     }
 }
 
+/// The part of a turn that comes from its place in the tree.
+#[derive(Debug, Default)]
+pub(crate) struct TurnStart {
+    pub(crate) lineage: TurnLineage,
+    /// Box of cards of the caller.
+    pub(crate) context_box_id: Option<String>,
+}
+
 /// Reads the task from the arguments of a call of an agent.
-fn read_task(attempt: &Attempt) -> EnqueueRequest {
+fn read_task(attempt: &Attempt, start: TurnStart) -> EnqueueRequest {
     let args = attempt.args.to_value();
     let text = |name: &str| args[name].as_str().map(str::to_owned);
     let prefix = agent_tool_name("");
@@ -41,7 +48,8 @@ fn read_task(attempt: &Attempt) -> EnqueueRequest {
         agent_id: attempt.tool.strip_prefix(&prefix).unwrap_or(&attempt.tool).to_owned(),
         instruction: text("instruction").unwrap_or_default(),
         context: args.get("context").filter(|context| **context != Value::Null).cloned(),
-        context_box_id: text("context_box_id"),
+        context_box_id: text("context_box_id").or(start.context_box_id),
+        lineage: start.lineage,
     }
 }
 
@@ -66,17 +74,9 @@ async fn enqueue(utp: &Utp, call: &Call, task: &EnqueueRequest) -> StartResult {
     }
 }
 
-#[async_trait]
-impl Source for WorkerSource {
-    fn executor(&self) -> Executor {
-        Executor::AGENT
-    }
-
-    fn list(&self) -> Vec<ToolDefinition> {
-        Vec::new()
-    }
-
-    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> StartResult {
+impl WorkerSource {
+    /// Hands the turn of an attempt over. Its result arrives when the turn has ended.
+    pub(crate) async fn start_turn(&self, attempt: Attempt, start: TurnStart) -> StartResult {
         // If the engine is gone, the next process starts the attempt again.
         let Some(utp) = self.utp.upgrade() else { return StartResult::Accepted };
         let Some(entry) = utp.dispatcher.open_calls.get(&attempt.call_id) else {
@@ -84,17 +84,19 @@ impl Source for WorkerSource {
         };
         let key = (attempt.call_id.clone(), attempt.number);
         self.attempts.lock().insert(key, attempt.project.clone());
-        enqueue(&utp, &entry.call(), &read_task(&attempt)).await
+        enqueue(&utp, &entry.call(), &read_task(&attempt, start)).await
     }
 
-    fn cancel(&self, call_id: &CallId, attempt: u32) {
+    /// Stops the turn of an attempt whose call has ended, in the background.
+    pub(crate) fn stop_turn(&self, call_id: &CallId, attempt: u32) {
         let project = self.attempts.lock().get(&(call_id.clone(), attempt)).cloned();
         let (Some(project), Some(utp)) = (project, self.utp.upgrade()) else { return };
         let (tasks, call_id) = (utp.core.tasks.clone(), call_id.clone());
         tasks.spawn(async move { utp.stop_delegated_turn(&project, &call_id, attempt).await });
     }
 
-    fn release_attempt(&self, call_id: &CallId, attempt: u32) {
+    /// Forgets an attempt that is no longer in flight.
+    pub(crate) fn release_attempt(&self, call_id: &CallId, attempt: u32) {
         self.attempts.lock().remove(&(call_id.clone(), attempt));
     }
 }

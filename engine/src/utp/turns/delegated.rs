@@ -20,7 +20,8 @@ use crate::domain::utp::card::{Card, into_map};
 use crate::domain::utp::delegation::{deliverable_value, depth_fault, text_content};
 use crate::domain::utp::turn_event::TurnEvent;
 use crate::domain::utp::{
-    ExecutionEdge, InboxItem, MAX_DEPTH, Route, ToolStatus, Turn, TurnDelegation, TurnStatus, trace,
+    ExecutionEdge, InboxItem, MAX_DEPTH, Route, ToolStatus, Turn, TurnDelegation, TurnLineage,
+    TurnStatus, trace,
 };
 use crate::lifecycle::{Event, RemoteOutcome};
 use crate::ports::core::from_store_error;
@@ -48,6 +49,8 @@ pub struct EnqueueRequest {
     pub context: Option<Value>,
     /// Id of a box of cards. Default: that of the calling turn.
     pub context_box_id: Option<String>,
+    /// Place of the turn in the tree of agents.
+    pub lineage: TurnLineage,
 }
 
 /// Returns the id of the turn that executes the attempt in flight of a call.
@@ -119,7 +122,6 @@ impl Utp {
             return Err(depth_fault().into());
         }
         self.require_agent_entry(&call.project, &request.agent_id)?;
-        self.check_not_waited_for(call, &request.agent_id).await?;
         let (card, turn) = self.build_dispatched_turn(call, &parent, turn_id, &request);
         self.core.store.utp().put_card(card).await.map_err(from_store_error)?;
         let item = self.build_turn_item(&turn, Some(&request));
@@ -149,33 +151,6 @@ impl Utp {
         Err(Fault::new(Code::NotFound, message).without_side_effect().into())
     }
 
-    /// Refuses an agent that waits for this call: it would wait for itself.
-    async fn check_not_waited_for(&self, call: &Call, agent_id: &str) -> Result<(), Error> {
-        let mut link = Some(std::sync::Arc::new(call.clone()));
-        for _ in 0..MAX_DEPTH {
-            let Some(call) = link else { break };
-            let route = Route::for_call(&call);
-            if route.is_detached {
-                break;
-            }
-            if route.agent_id == agent_id {
-                let message = format!(
-                    "agent \"{agent_id}\" waits for this call, so it would wait for itself; \
-                     choose another agent"
-                );
-                return Err(Fault::new(Code::Conflict, message).without_side_effect().into());
-            }
-            let above = self.find_turn(&call.project, &route.turn_id).await?;
-            let above = above.and_then(|turn| turn.delegation);
-            let id = above.and_then(|delegation| delegation.call_id.parse::<CallId>().ok());
-            link = match id {
-                Some(id) => self.cards.find_call(&call.project, &id).await?,
-                None => None,
-            };
-        }
-        Ok(())
-    }
-
     fn build_dispatched_turn(
         &self,
         call: &Call,
@@ -195,6 +170,7 @@ impl Utp {
             deadline_ms: call.deadline_ms,
             lost_leases: 0,
             status: None,
+            lineage: request.lineage.clone(),
         };
         let turn = Turn {
             project: call.project.clone(),
@@ -217,6 +193,7 @@ impl Utp {
             reason: None,
             deliverable_card_id: None,
             delegation: Some(Box::new(delegation)),
+            last_request: None,
             version: 1,
             turn_id,
         };
@@ -282,7 +259,11 @@ impl Utp {
 }
 
 impl Utp {
-    async fn find_turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, Error> {
+    pub(crate) async fn find_turn(
+        &self,
+        project: &str,
+        turn_id: &str,
+    ) -> Result<Option<Turn>, Error> {
         self.core.store.utp().turn(project, turn_id).await.map_err(from_store_error)
     }
 

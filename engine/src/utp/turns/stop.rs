@@ -4,15 +4,20 @@ use serde_json::json;
 
 use super::delegated::{set_status, turn_item_id};
 use super::{MAX_CONFLICT_RETRIES, bump_version, conflict, too_many_conflicts};
+use crate::domain::agent::{AGENT_TOOL_PREFIX, OnParentEnd};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::tool::Executor;
 use crate::domain::utp::card::into_map;
 use crate::domain::utp::turn_event::{TurnCompletion, TurnEvent};
 use crate::domain::utp::{InboxItem, StepCall, ToolStatus, Turn, TurnStatus, trace};
 use crate::ports::store::utp::TurnChange;
 use crate::utp::Utp;
 use crate::utp::inbox::derive_inbox_id;
+
+/// Reason of the cancellation of a call whose caller has ended.
+const CALLER_ENDED: &str = "the caller of this agent has ended";
 
 impl Utp {
     /// Stops a turn in any state: its open calls are canceled, later results are refused, and the
@@ -61,14 +66,61 @@ impl Utp {
             // Covers the calls of every step, including those of a step that was never stored
             // because its dispatch failed halfway.
             let in_turn = |call: &Call| {
-                call.origin.route.as_ref().is_some_and(|route| route.turn_id == turn_id)
+                let route = call.origin.route.as_ref();
+                route.is_some_and(|route| route.turn_id == turn_id) && !self.outlives_caller(call)
             };
             self.calls.cancel_open_calls(caller, turn_id, "the turn was stopped", in_turn).await;
             self.wake_inbox_listeners(&stopped.project, agent_id, true);
-            self.report_delegation(&stopped).await;
+            self.conclude_turn(&stopped).await;
             return Ok(stopped);
         }
         Err(too_many_conflicts())
+    }
+
+    /// Acts on the committed end of a turn: reports its result, and cancels the agents that it
+    /// called, unless they continue without it. After a crash, `cancel_orphaned_tasks` does so.
+    pub(crate) async fn conclude_turn(&self, turn: &Turn) {
+        self.report_delegation(turn).await;
+        if turn.status.is_terminal() {
+            let is_own = |call: &Call| {
+                let route = call.origin.route.as_ref();
+                route.is_some_and(|route| route.agent_id == turn.agent_id)
+            };
+            self.cancel_called_agents(&turn.project, &turn.turn_id, is_own).await;
+        }
+    }
+
+    /// Cancels the open calls of agents that an ended run or turn made, unless the agents continue
+    /// without it.
+    pub(crate) async fn cancel_called_agents(
+        &self,
+        project: &str,
+        parent_id: &str,
+        is_own: impl Fn(&Call) -> bool,
+    ) {
+        for entry in self.dispatcher.open_calls.all() {
+            let call = entry.call();
+            let is_child = call.target.executor == Executor::AGENT
+                && call.project == project
+                && call.run_id == parent_id;
+            if !is_child || !is_own(&call) || self.outlives_caller(&call) {
+                continue;
+            }
+            let reason = Some(CALLER_ENDED.to_owned());
+            if let Err(error) = self.calls.cancel(&call.caller(), &call.id, reason).await {
+                tracing::debug!(call = %call.id, %error, "call of an agent not canceled");
+            }
+        }
+    }
+
+    /// Returns true if a call is that of an agent that continues after its caller's end.
+    pub(crate) fn outlives_caller(&self, call: &Call) -> bool {
+        let agent_id = call.target.tool.strip_prefix(AGENT_TOOL_PREFIX).unwrap_or_default();
+        call.target.executor == Executor::AGENT
+            && self
+                .registry
+                .find_agent_definition(&call.project, agent_id)
+                .is_some_and(|agent| agent.on_parent_end == OnParentEnd::Detach)
     }
 
     /// Ends a call of a step that was not dispatched. No caller canceled it, so it has failed.
@@ -124,7 +176,7 @@ impl Utp {
             Ok(turn) => {
                 if is_delegated {
                     self.wake_inbox_listeners(&turn.project, &turn.agent_id, true);
-                    self.report_delegation(&turn).await;
+                    self.conclude_turn(&turn).await;
                 }
                 Ok(())
             }

@@ -53,6 +53,7 @@ fn child(project: &str, id: &str, parent: &str, root: &str) -> Run {
         call_id: "tc_1".parse().unwrap(),
         attempt: 1,
         parent_run_id: Some(parent.into()),
+        parent_turn_id: Some("turn_1".into()),
         root_run_id: root.into(),
         depth: 2,
         max_depth: 20,

@@ -55,6 +55,7 @@ fn full_call() -> Call {
                 joined_by: Some("tc_1".into()),
                 is_detached: true,
             })),
+            depth: 3,
             callback_url: Some("https://hooks.example/a".into()),
             predecessor: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),
             replaces: Some(call().id),

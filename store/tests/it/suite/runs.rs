@@ -66,7 +66,7 @@ pub async fn a_run_is_read_back_as_it_was_created(store: &dyn Store) {
         ModelReply { text: "\u{fc}".into(), calls: vec![call], usage, ..ModelReply::default() };
     let tool_call_id = call_at(NOW).id;
     let (call_id, name) = ("c".into(), "n".into());
-    let pending = PendingCall { tool_call_id, call_id, name, suspends: true };
+    let pending = PendingCall { tool_call_id, call_id, name, suspends: true, is_detached: true };
     let mut full = run("p", "run_1");
     full.progress =
         RunProgress { pending_reply: Some(reply), pending_calls: vec![pending], ..full.progress };

@@ -8,7 +8,7 @@ use toolcrib::domain::tool::{Executor, ToolDefinition};
 use toolcrib::domain::utp::card::into_map;
 use toolcrib::domain::utp::{
     AfterExecution, Binding, Card, DeadLetter, ExecutionEdge, InboxItem, OutboxMessage, StepCall,
-    ToolStatus, Turn, TurnDelegation, TurnStatus,
+    ToolStatus, Turn, TurnDelegation, TurnLineage, TurnStatus,
 };
 use toolcrib::ports::store::utp::{InboxPutResult, PutCardResult, TurnChange};
 use toolcrib::ports::store::{SaveResult, Store};
@@ -54,6 +54,7 @@ pub fn turn(turn_id: &str, version: u64) -> Turn {
         reason: None,
         deliverable_card_id: None,
         delegation: None,
+        last_request: None,
         version,
     }
 }
@@ -183,6 +184,13 @@ pub async fn a_delegated_turn_is_stored_with_its_edges(store: &dyn Store) {
         deadline_ms: NOW,
         lost_leases: 1,
         status: Some(ToolStatus::Partial),
+        lineage: TurnLineage {
+            ancestors: vec!["ada".into()],
+            max_depth: Some(3),
+            parent_id: Some("run_1".into()),
+            tokens: Some(500),
+            ..TurnLineage::default()
+        },
     };
     let status = TurnStatus::Dispatched;
     let dispatched = Turn { status, delegation: Some(Box::new(delegation)), ..turn("t1", 1) };

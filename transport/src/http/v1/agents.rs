@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::utp::trace;
+use toolcrib::utp::TurnResume;
 use toolcrib_protocol::utp::turn::{
     self, DispatchBody, FinishBody, LeaseBody, resumed_body, turn_body,
 };
@@ -202,6 +203,9 @@ pub(super) struct TurnBody {
     reason: Option<String>,
     /// For resume: maximum time to wait for open calls, in milliseconds.
     wait_ms: Option<u64>,
+    /// For resume: id of the request. Repeating it with the same id returns the same results, in
+    /// case the response was lost.
+    request_id: Option<String>,
 }
 
 impl TurnBody {
@@ -266,8 +270,8 @@ pub(super) async fn resume(
     JsonBody(body): JsonBody<TurnBody>,
 ) -> Result<Json<Value>, ApiError> {
     let (epoch, wait_ms) = (body.epoch()?, body.wait_ms.unwrap_or(0));
-    let resumed =
-        state.engine.utp().resume_turn(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
+    let resume = TurnResume { epoch, wait_ms, request_id: body.request_id };
+    let resumed = state.engine.utp().resume_turn(&caller, &path.agent, &path.turn, resume).await?;
     Ok(Json(resumed_body(&resumed)))
 }
 

@@ -279,6 +279,7 @@ async fn invoke_tool(
         user_id: body.user_id,
         traceparent: carried.traceparent,
         route: None,
+        depth: 0,
         callback_url: body.callback_url,
         answers: None,
         rejoin: body.rejoin.unwrap_or(true),

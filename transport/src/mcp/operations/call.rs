@@ -170,6 +170,7 @@ fn to_call_request(
         user_id: text("user_id")?,
         traceparent: meta.get_traceparent().map(str::to_owned),
         route: None,
+        depth: 0,
         callback_url: None,
         answers: params.input_responses.map(elicitation::parse_answers).transpose()?,
         rejoin: flag("rejoin")?.unwrap_or(true),

@@ -107,12 +107,14 @@ impl<'a> AgentLoop<'a> {
     /// that could execute them at once.
     pub(crate) fn for_stored_run(mut self) -> Self {
         self.run_state.owner = LoopOwner::StoredRun;
+        self.tool_selection.add_finish(self.engine, self.caller);
         self
     }
 
     /// Lets the loop neither read nor change the state of its run.
     pub(crate) fn for_replay(mut self) -> Self {
         self.run_state.owner = LoopOwner::Replay;
+        self.tool_selection.add_finish(self.engine, self.caller);
         self
     }
 
@@ -161,6 +163,9 @@ impl<'a> AgentLoop<'a> {
                 patterns,
                 selection.as_ref(),
             );
+            if self.run_state.owner != LoopOwner::Caller {
+                self.tool_selection.add_finish(self.engine, self.caller);
+            }
             self.run_state.selection = selection;
         }
         if !is_same || !self.run_state.is_loaded {
@@ -368,6 +373,7 @@ impl<'a> AgentLoop<'a> {
             call_id: call.id.clone(),
             name: call.name.clone(),
             suspends: false,
+            is_detached: false,
         };
         if ticket.outcome.is_none() {
             let content = pending_content(&batch::pending_notice(&ticket));

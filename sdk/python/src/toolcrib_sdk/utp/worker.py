@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from typing import Any, Awaitable, Callable, Dict, Mapping, Optional, Tuple, Union
 
 import nats
@@ -67,8 +68,14 @@ class Turn:
         async with self._lock:
             body = {"turn_epoch": self.turn_epoch, "step_id": f"step_{call_id}", "calls": [call]}
             await self._request("dispatch", body)
+            # With the same id, a repeated request gets the response that was lost.
+            request_id = uuid.uuid4().hex
             while True:
-                body = {"turn_epoch": self.turn_epoch, "wait_ms": 5_000}
+                body = {
+                    "turn_epoch": self.turn_epoch,
+                    "wait_ms": 5_000,
+                    "request_id": request_id,
+                }
                 try:
                     resumed = await self._request("resume", body)
                     break
@@ -88,7 +95,8 @@ class Turn:
         return await self._worker._request(subject, body)
 
     async def _begin(self, lease_s: float) -> None:
-        leased = await self._request("lease", {"lease_ms": int(lease_s * 1000)})
+        body = {"lease_ms": int(lease_s * 1000), "request_id": uuid.uuid4().hex}
+        leased = await self._request("lease", body)
         self.turn_epoch = leased["turn_epoch"]
         if not self.instruction and self._instruction_card_id:
             subject = f"{self._base}.rpc.sys.cards.get"
