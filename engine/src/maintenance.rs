@@ -15,6 +15,7 @@ pub mod purge;
 pub mod revocations;
 pub mod switches;
 pub mod turn_watchdog;
+pub(crate) mod wakeup_webhooks;
 use std::sync::Arc;
 
 use crate::calls::Calls;

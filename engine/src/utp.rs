@@ -10,6 +10,7 @@ pub(crate) mod outbox;
 pub(crate) mod reports;
 pub(crate) mod shared_tables;
 pub(crate) mod turns;
+pub(crate) mod wakeups;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -46,6 +47,8 @@ pub struct Utp {
     pub(crate) written_reports: WrittenReports,
     /// True if a publisher drains the outbox.
     pub(crate) publishes_outbox: bool,
+    /// Agents that have to be woken by webhook.
+    pub(crate) wakeups: wakeups::WakeupQueue,
     /// Trace contexts of the reports that are being processed, by call.
     pub(crate) report_traceparents: Mutex<HashMap<CallId, String>>,
 }

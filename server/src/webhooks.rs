@@ -1,5 +1,5 @@
-//! Webhooks for ended calls and for requested approvals: one signed POST to a URL, as Standard
-//! Webhooks defines it. The engine decides when to send and what the response means.
+//! Webhooks for ended calls, requested approvals and wakeups of agents: one signed POST to a URL,
+//! as Standard Webhooks defines it. The engine decides when to send and what the response means.
 //!
 //! This implements the engine's `WebhookSender` port. It is part of the server and not of the
 //! sources crate, because a source executes tools and a receiver of webhooks executes nothing. Like
@@ -20,7 +20,9 @@ use serde::Serialize;
 use signing::SigningKeySources;
 use toolcrib::Call;
 use toolcrib::domain::delivery::DeliveryResponse;
-use toolcrib::ports::webhook_sender::{ApprovalMessage, WebhookMessage, WebhookSender};
+use toolcrib::ports::webhook_sender::{
+    ApprovalMessage, WakeupMessage, WebhookMessage, WebhookSender,
+};
 use toolcrib_protocol::approval::ApprovalBody;
 use toolcrib_protocol::background_task::TaskOutcome;
 use toolcrib_protocol::outbound::{OutboundPolicy, find_private_address_error, retry_after_ms};
@@ -47,6 +49,31 @@ struct ApprovalPayload<'a> {
     /// The time at which the approval was requested.
     timestamp: String,
     data: ApprovalBody<'a>,
+}
+
+/// The body of a webhook that wakes the worker of an agent.
+#[derive(Serialize)]
+struct WakeupPayload<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// The time of the wakeup.
+    timestamp: String,
+    data: WakeupBody<'a>,
+}
+
+/// The item that waits for an agent, in the form of a wakeup over NATS.
+#[derive(Serialize)]
+struct WakeupBody<'a> {
+    project_id: &'a str,
+    agent_id: &'a str,
+    inbox_id: &'a str,
+    reason: &'a str,
+    metadata: WakeupMetadata<'a>,
+}
+
+#[derive(Serialize)]
+struct WakeupMetadata<'a> {
+    agent_turn_id: &'a str,
 }
 
 /// The body of a webhook.
@@ -126,6 +153,22 @@ impl HttpWebhookSender {
         serde_json::to_string(&payload).map_err(|error| format!("no payload: {error}"))
     }
 
+    /// Writes the wakeup of an agent.
+    fn wakeup_payload(message: &WakeupMessage) -> Result<String, String> {
+        let sent_ms = i64::try_from(message.sent_ms).unwrap_or_default();
+        let timestamp = Timestamp::from_millisecond(sent_ms).unwrap_or_default();
+        let data = WakeupBody {
+            project_id: &message.project,
+            agent_id: &message.agent_id,
+            inbox_id: &message.inbox_id,
+            reason: &message.reason,
+            metadata: WakeupMetadata { agent_turn_id: &message.turn_id },
+        };
+        let kind = "agent.wakeup";
+        let payload = WakeupPayload { kind, timestamp: format!("{timestamp:.3}"), data };
+        serde_json::to_string(&payload).map_err(|error| format!("no payload: {error}"))
+    }
+
     fn payload(&self, call: &Call) -> Result<String, String> {
         let end = TaskOutcome::from_call(call, self.max_data_bytes);
         let ended_ms = i64::try_from(call.completed_ms.unwrap_or_default()).unwrap_or_default();
@@ -179,6 +222,16 @@ impl WebhookSender for HttpWebhookSender {
         let (project, url) = (&message.approval.project, &message.url);
         let sent = match Self::approval_payload(&message) {
             Ok(payload) => self.post(project, url, message.approval.id.clone(), payload).await,
+            Err(reason) => Err(reason),
+        };
+        to_response(sent)
+    }
+
+    async fn send_wakeup(&self, message: WakeupMessage) -> DeliveryResponse {
+        // A repeated wakeup is a message of its own.
+        let id = format!("wake_{}_{}", message.inbox_id, message.sent_ms);
+        let sent = match Self::wakeup_payload(&message) {
+            Ok(payload) => self.post(&message.project, &message.url, id, payload).await,
             Err(reason) => Err(reason),
         };
         to_response(sent)

@@ -350,6 +350,9 @@ pub struct AgentDefinition {
     /// Target of its wakeups, if a worker drives it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker_target: Option<String>,
+    /// URL that receives a signed webhook when an item waits in its inbox.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wakeup_url: Option<String>,
     /// Fate of its work when the run that called it ends.
     #[serde(default)]
     pub on_parent_end: OnParentEnd,

@@ -415,6 +415,7 @@ fn build_ended_listeners(
         outbox: Outbox { core: calls.core.clone(), registry: calls.registry.clone() },
         written_reports: WrittenReports { core: calls.core.clone() },
         publishes_outbox,
+        wakeups: Default::default(),
         report_traceparents: Default::default(),
     });
     let webhooks =
@@ -487,6 +488,7 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     tasks.spawn(maintenance::orphaned_tasks::run(engine.delegation.clone()));
+    tasks.spawn(maintenance::wakeup_webhooks::run(engine.utp.clone()));
     tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
     tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));
     if engine.core.webhook_sender.is_some() {

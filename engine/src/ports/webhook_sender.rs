@@ -31,6 +31,25 @@ pub struct ApprovalMessage {
     pub link: String,
 }
 
+/// The wakeup of an agent's worker: an item waits in the agent's inbox.
+#[derive(Debug, Clone)]
+pub struct WakeupMessage {
+    /// The receiver's URL.
+    pub url: String,
+    /// Id of the agent's project.
+    pub project: String,
+    /// Id of the agent.
+    pub agent_id: String,
+    /// Id of the first unread item.
+    pub inbox_id: String,
+    /// Type of that item: `turn`, `tool_result`, `timeout` or `stop`.
+    pub reason: String,
+    /// Id of the turn that it concerns.
+    pub turn_id: String,
+    /// Time of the wakeup, in Unix milliseconds.
+    pub sent_ms: u64,
+}
+
 /// Sends messages to the URLs that callers gave.
 #[async_trait]
 pub trait WebhookSender: Send + Sync + 'static {
@@ -44,6 +63,12 @@ pub trait WebhookSender: Send + Sync + 'static {
     /// Makes one attempt to announce an approval. A sender that cannot do so refuses it.
     async fn send_approval(&self, _message: ApprovalMessage) -> DeliveryResponse {
         let result = Err("this sender announces no approvals".to_owned());
+        DeliveryResponse { result, retry_after_ms: None }
+    }
+
+    /// Makes one attempt to wake the worker of an agent. A sender that cannot do so refuses it.
+    async fn send_wakeup(&self, _message: WakeupMessage) -> DeliveryResponse {
+        let result = Err("this sender wakes no agents".to_owned());
         DeliveryResponse { result, retry_after_ms: None }
     }
 }

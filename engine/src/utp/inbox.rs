@@ -140,6 +140,7 @@ impl Utp {
 
     pub(crate) fn wake_inbox_listeners(&self, project: &str, agent_id: &str, wakes: bool) {
         let (project, agent) = (project.to_owned(), agent_id.to_owned());
+        self.queue_webhook(&project, &agent);
         self.core.bus.wake(&Topic::Inbox { project, agent });
         if wakes {
             self.core.bus.wake(&Topic::Outbox);

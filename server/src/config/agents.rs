@@ -23,8 +23,10 @@ pub struct AgentSettings {
     profile: Option<AgentProfileSettings>,
     /// `loop` (default) or `worker`.
     driver: Option<String>,
-    /// Target of its wakeups; required for `worker`.
+    /// Target of its wakeups over NATS; `worker` needs it or `wakeup_url`.
     worker_target: Option<String>,
+    /// URL that receives a signed webhook when an item waits in its inbox.
+    wakeup_url: Option<String>,
     /// `cancel` (default) or `detach`.
     on_parent_end: Option<String>,
 }

@@ -3,6 +3,7 @@
 
 mod delivering;
 mod refusing;
+mod wakeups;
 
 use std::path::PathBuf;
 

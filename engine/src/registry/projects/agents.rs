@@ -64,6 +64,7 @@ impl AgentRoster {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         check_definition(&definition)?;
+        let definition = self.check_wakeup_url(caller, definition)?;
         let by_name = || self.registry.find_agent_definition(&caller.project, &caller.agent);
         let creator = creator.cloned().or_else(|| (!is_admin).then(by_name).flatten());
         let definition = match &creator {
@@ -105,6 +106,25 @@ impl AgentRoster {
             })
             .await?;
         self.agent_entry(caller, &definition.agent_id)
+    }
+
+    /// Checks the URL of an agent's wakeups, and returns the definition with the URL as stored.
+    fn check_wakeup_url(
+        &self,
+        caller: &Caller,
+        mut definition: AgentDefinition,
+    ) -> Result<AgentDefinition, Error> {
+        let Some(url) = &definition.wakeup_url else { return Ok(definition) };
+        let checked = match &self.core.webhook_sender {
+            _ if definition.driver != AgentDriver::Worker => {
+                Err("is only for agents that a worker drives".to_owned())
+            }
+            Some(sender) => sender.check_url(&caller.project, url),
+            None => Err("cannot be used: this server sends no webhooks".to_owned()),
+        };
+        let refused = |reason: String| invalid("wakeup_url", format!("wakeup_url {reason}"));
+        definition.wakeup_url = Some(checked.map_err(refused)?);
+        Ok(definition)
     }
 
     /// Removes an agent from the roster, and its tool. Its versions and its open runs stay.
@@ -187,6 +207,7 @@ struct AgentDocument {
     #[serde(default)]
     driver: AgentDriver,
     worker_target: Option<String>,
+    wakeup_url: Option<String>,
     #[serde(default)]
     on_parent_end: OnParentEnd,
 }
@@ -228,6 +249,7 @@ pub fn parse_agent_definition(
         profile: document.profile,
         driver: document.driver,
         worker_target: document.worker_target,
+        wakeup_url: document.wakeup_url,
         on_parent_end: document.on_parent_end,
         ..AgentDefinition::default()
     })
@@ -277,11 +299,11 @@ fn check_definition(definition: &AgentDefinition) -> Result<(), Error> {
     }
     match (&definition.worker_target, definition.driver) {
         (Some(target), _) => check_token("worker_target", target)?,
-        (None, AgentDriver::Worker) => {
-            let message = "worker_target is missing: a worker drives this agent";
+        (None, AgentDriver::Worker) if definition.wakeup_url.is_none() => {
+            let message = "worker_target or wakeup_url is missing: a worker drives this agent";
             return Err(invalid("worker_target", message.to_owned()));
         }
-        (None, AgentDriver::Loop) => {}
+        (None, _) => {}
     }
     if let Some((field, problem)) = definition.profile.find_problem() {
         return Err(invalid(&format!("profile/{field}"), format!("profile/{field} {problem}")));

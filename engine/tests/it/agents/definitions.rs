@@ -47,7 +47,7 @@ async fn invalid_definitions_are_refused() {
     for (document, expected) in [
         (json!({ "profile": { "instruction": "typo" } }), "unknown field `instruction`"),
         (json!({ "agent_id": "y" }), "agent_id is \"y\""),
-        (json!({ "driver": "worker" }), "worker_target is missing"),
+        (json!({ "driver": "worker" }), "worker_target or wakeup_url is missing"),
         (json!({ "driver": "robot" }), "unknown variant `robot`"),
         (json!({ "profile": { "limits": { "depth": 21 } } }), "must be from 0 to 20"),
         (json!({ "profile": { "tools": ["a b"] } }), "is not a tool pattern"),

@@ -27,6 +27,9 @@ pub struct AgentBody {
     driver: Option<&'static str>,
     /// Target of its wakeup commands: `cmd.agent.<worker_target>.wakeup`.
     worker_target: Option<String>,
+    /// URL that receives a signed webhook when an item waits in its inbox.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    wakeup_url: Option<String>,
     /// Instructions, model, tools, limits and result fields; free-form if it can only be woken.
     #[schema(value_type = Option<AgentProfileBody>)]
     profile: Option<Value>,
@@ -85,8 +88,10 @@ pub(crate) struct AgentRequest {
     /// `loop` (default) or `worker`. Without it, a body with `worker_target` only puts the agent
     /// on the roster.
     driver: Option<String>,
-    /// Target of its wakeups; required for `worker`.
+    /// Target of its wakeups over NATS; `worker` needs it or `wakeup_url`.
     worker_target: Option<String>,
+    /// URL of its wakeups by webhook.
+    wakeup_url: Option<String>,
     /// `cancel` (default) or `detach`.
     on_parent_end: Option<String>,
     /// For an agent that can only be woken: the tools that it may call in a turn.
@@ -103,6 +108,7 @@ impl From<AgentEntry> for AgentBody {
                 tool: None,
                 driver: None,
                 worker_target: Some(entry.worker_target),
+                wakeup_url: None,
                 profile: entry.profile.map(|profile| profile.to_value()),
                 on_parent_end: None,
                 allowed_tools: entry.allowed_tools,
@@ -130,6 +136,7 @@ impl AgentBody {
             version: Some(definition.version),
             driver: Some(definition.driver.as_str()),
             worker_target: definition.worker_target,
+            wakeup_url: definition.wakeup_url,
             profile: serde_json::to_value(&definition.profile).ok(),
             on_parent_end: Some(definition.on_parent_end.as_str()),
             allowed_tools: definition.profile.tools,

@@ -1,0 +1,38 @@
+//! Wakes agents by webhook. A failed attempt is repeated soon, and then by the watchdog of turns
+//! for as long as an item waits.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::utp::Utp;
+
+/// Delays before the further attempts.
+const RETRY_DELAYS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
+
+pub(crate) async fn run(utp: Arc<Utp>) {
+    loop {
+        let due = tokio::select! {
+            due = utp.wakeups.take_due() => due,
+            () = utp.core.shutdown.cancelled() => return,
+        };
+        for (project, agent_id) in due {
+            let (tasks, utp) = (utp.core.tasks.clone(), utp.clone());
+            tasks.spawn(async move { wake(&utp, &project, &agent_id).await });
+        }
+    }
+}
+
+async fn wake(utp: &Utp, project: &str, agent_id: &str) {
+    for delay in RETRY_DELAYS.into_iter().map(Some).chain([None]) {
+        match utp.send_webhook(project, agent_id).await {
+            Ok(true) => return,
+            Ok(false) => {}
+            Err(error) => tracing::warn!(%error, agent = agent_id, "inbox not read for a wakeup"),
+        }
+        let Some(delay) = delay else { return };
+        tokio::select! {
+            () = tokio::time::sleep(delay) => {}
+            () = utp.core.shutdown.cancelled() => return,
+        }
+    }
+}
