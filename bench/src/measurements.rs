@@ -1,5 +1,6 @@
 //! The measurements and their limits, one module per part of the benchmark.
 
+mod agents;
 mod calls;
 mod digest;
 mod mcp;
@@ -45,6 +46,8 @@ pub enum BenchSuite {
     Mcp,
     // Access rules
     Rules,
+    // Agents that call agents
+    Agents,
 }
 
 /// The scope of a benchmark run.
@@ -90,7 +93,7 @@ impl BenchPlan {
     #[must_use]
     pub fn progress_steps(&self) -> u64 {
         let stored_steps = if self.stored_calls.is_some() { 3 } else { 0 };
-        (9 + self.start_count + (15 + tracing::PAIRS) * self.rounds + stored_steps) as u64
+        (11 + self.start_count + (16 + tracing::PAIRS) * self.rounds + stored_steps) as u64
     }
 }
 
@@ -142,6 +145,7 @@ impl<'a> Bench<'a> {
                 BenchSuite::Digest => self.measure_digests()?,
                 BenchSuite::Runs => self.measure_runs().await?,
                 BenchSuite::Rules => self.measure_rules().await?,
+                BenchSuite::Agents => self.measure_agents().await?,
                 BenchSuite::Nats => self.measure_nats_tools().await?,
                 BenchSuite::Mcp => {
                     self.measure_tools_list().await?;

@@ -129,6 +129,15 @@ impl MeasuredServer {
     pub fn resident_mib(&self) -> anyhow::Result<f64> {
         Ok(memory::resident_bytes(self.process.0.id())? as f64 / f64::from(1 << 20))
     }
+
+    /// Returns the largest resident memory that the server has had, in MiB.
+    ///
+    /// # Errors
+    ///
+    /// When the server has ended.
+    pub fn peak_resident_mib(&self) -> anyhow::Result<f64> {
+        Ok(memory::peak_resident_bytes(self.process.0.id())? as f64 / f64::from(1 << 20))
+    }
 }
 
 /// Starts the processes of a benchmark.

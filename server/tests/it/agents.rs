@@ -2,6 +2,7 @@
 //! format.
 
 pub mod crash;
+mod tools;
 
 use serde_json::{Value, json};
 use toolcrib_bench::model::{

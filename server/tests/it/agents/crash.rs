@@ -11,14 +11,16 @@ use toolcrib_bench::model::{
 use super::{calling, results, role};
 use crate::support::process::{PATIENCE, Server, eventually, text};
 
-const TREES: usize = 6;
-const KILLS: usize = 3;
+const TREES: usize = 100;
+const KILLS: usize = 6;
 
-/// The root calls a, b and c; a and b call leaf; c fails. Each leaf calculates once.
+/// The root calls a, b, c and w; a and b call leaf; c fails; a worker drives w. Each leaf
+/// calculates once. The root answers with the number of notices that it has.
 fn reply(request: &RecordedRequest) -> ScriptedBehavior {
     let (role, results) = (role(request), results(request));
     match (role.as_str(), results.len()) {
-        ("root", 0) => calling(&["a", "b", "c"]),
+        ("root", 0) => calling(&["a", "b", "c", "w"]),
+        ("root", count) => text_reply(format!("{count} notices")),
         ("a" | "b", 0) => calling(&["leaf"]),
         ("leaf", 0) => {
             let args = r#"{"expression":"6*7"}"#;
@@ -28,6 +30,65 @@ fn reply(request: &RecordedRequest) -> ScriptedBehavior {
         ("c", _) => ScriptedBehavior::Refuse(400, None, json!({ "error": { "message": "no" } })),
         _ => text_reply(format!("{role} done")),
     }
+}
+
+/// Drives the agent w over HTTP, while the server is killed and started again.
+async fn drive_worker(http: reqwest::Client, url: String) {
+    let mut leases = 0_u64;
+    loop {
+        let found = http.get(format!("{url}/inbox?wait_ms=1000&limit=50")).send().await;
+        let inbox: Value = match found {
+            Ok(response) => response.json().await.unwrap_or_default(),
+            Err(_) => {
+                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+                continue;
+            }
+        };
+        for item in inbox["items"].as_array().into_iter().flatten() {
+            if item["message_type"] == "turn" {
+                leases += 1;
+                let turn_id = text(&item["payload"], "agent_turn_id");
+                finish_turn(&http, &url, &turn_id, &format!("lease{leases}")).await;
+            } else {
+                let body = json!({ "inbox_ids": [item["inbox_id"]] });
+                let _ = http.post(format!("{url}/inbox/ack")).json(&body).send().await;
+            }
+        }
+    }
+}
+
+/// Leases and finishes a turn. A request whose response is lost is repeated.
+async fn finish_turn(http: &reqwest::Client, url: &str, turn_id: &str, request_id: &str) {
+    let post = async |path: String, body: Value| loop {
+        match http.post(format!("{url}{path}")).json(&body).send().await {
+            Ok(response) if response.status().is_server_error() => {}
+            Ok(response) => {
+                if let Ok(body) = response.json::<Value>().await {
+                    return body;
+                }
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    };
+    let lease = json!({ "agent_turn_id": turn_id, "request_id": request_id });
+    let leased = post("/turns".to_owned(), lease).await;
+    // The turn may have ended in the meantime.
+    let Some(epoch) = leased["turn_epoch"].as_u64().filter(|_| leased["status"] == "running")
+    else {
+        return;
+    };
+    let card_id = format!("dlv_{turn_id}");
+    let card = json!({
+        "card_id": card_id, "type": "task.deliverable", "author_id": "w", "metadata": {},
+        "content": { "__type__": "JsonContent", "data": { "answer": "w done" } },
+    });
+    let cards = format!("{}/v1/cards", url.trim_end_matches("/v1/agents/w"));
+    while !http.post(&cards).json(&card).send().await.is_ok_and(|r| r.status().is_success()) {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let finish = json!({ "turn_epoch": epoch, "deliverable_card_id": card_id });
+    post(format!("/turns/{turn_id}/finish"), finish).await;
 }
 
 async fn get(server: &Server, path: &str) -> Value {
@@ -55,6 +116,12 @@ pub async fn check_killed_trees(server: Server) {
         let request = server.http.put(server.url(&format!("/v1/agents/{id}"))).json(&body);
         assert!(request.send().await.unwrap().status().is_success());
     }
+    let body = json!({ "driver": "worker", "worker_target": "w", "profile": {
+        "instructions": "w", "limits": { "tokens": 500 } } });
+    let request = server.http.put(server.url("/v1/agents/w")).json(&body);
+    assert!(request.send().await.unwrap().status().is_success());
+    let worker = drive_worker(server.http.clone(), server.url("/v1/agents/w"));
+    let worker = tokio::spawn(worker);
     let mut ids = Vec::new();
     for _ in 0..TREES {
         let body = json!({ "messages": [{ "role": "user", "content": "go" }],
@@ -66,14 +133,24 @@ pub async fn check_killed_trees(server: Server) {
     for n in 1..=KILLS {
         // A tree has about 11 requests.
         let enough = n * TREES * 11 / (KILLS + 2);
-        eventually("requests", PATIENCE, async || (model.requests().len() >= enough).then_some(()))
-            .await;
+        eventually("requests", PATIENCE * 4, async || {
+            (model.requests().len() >= enough).then_some(())
+        })
+        .await;
         server.kill();
         server.start().await;
     }
     for id in &ids {
-        let run = get(&server, &format!("/v1/runs/{id}?wait_ms=30000")).await;
-        assert_eq!(run["answer"], "root done", "{run}\n{}", server.log());
+        let run = eventually("the end of a tree", PATIENCE * 4, async || {
+            let run = get(&server, &format!("/v1/runs/{id}?wait_ms=10000")).await;
+            (run["answer"] != Value::Null).then_some(run)
+        })
+        .await;
+        assert_eq!(run["answer"], "4 notices", "{run}\n{}", server.log());
+        let calls = get(&server, &format!("/v1/tool_calls?run_id={id}&tool_name=agent.w")).await;
+        let calls = calls["tool_calls"].as_array().unwrap().clone();
+        let outcomes: Vec<&str> = calls.iter().filter_map(|call| call["status"].as_str()).collect();
+        assert_eq!(outcomes, ["SUCCEEDED"], "{calls:?}");
         let tree = get(&server, &format!("/v1/runs/{id}/tree")).await;
         assert_eq!((&tree["run_count"], &tree["open_count"]), (&json!(6), &json!(0)), "{tree}");
         let mut calls = BTreeSet::new();
@@ -95,5 +172,10 @@ pub async fn check_killed_trees(server: Server) {
         let counts: Vec<usize> = agents.values().copied().collect();
         assert_eq!(counts, [1, 1, 1, 2], "{tree}");
     }
+    let unread = get(&server, "/v1/agents/w/inbox").await;
+    assert_eq!(unread["items"], json!([]), "no turn is left");
+    let open = get(&server, "/v1/tool_calls?status=RUNNING").await;
+    assert_eq!(open["tool_calls"], json!([]), "no call is left");
+    worker.abort();
     server.stop().await;
 }
