@@ -22,7 +22,7 @@ use crate::domain::fault::{Code, Fault};
 use crate::domain::json::Json;
 use crate::results::mcp_content::{self, MediaPart};
 
-pub use definitions::{ToolFormat, accepts_object, describe_tool};
+pub use definitions::{ToolFormat, accepts_object, describe_tool, mcp_schema};
 
 /// The format of a tool call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -40,7 +40,7 @@ pub use budget::{CompileBudget, FORM_BYTES, REQUEST_BYTES};
 pub use cache::{compile_off_thread, compiled_bytes};
 pub use defaults::DefaultsTooLarge;
 pub use phrases::nearest_name;
-pub use portable::to_portable_schema;
+pub use portable::{to_model_schema, to_portable_schema};
 pub use project_limiter::{ProjectLimiter, ProjectPermit};
 
 use cache::SchemaSlot;

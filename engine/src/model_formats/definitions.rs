@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use super::to_json;
 use crate::domain::json::Json;
-use crate::domain::tool::{Effect, ToolDefinition};
-use crate::schema::to_portable_schema;
+use crate::domain::tool::{Effect, Executor, ToolDefinition};
+use crate::schema::{to_model_schema, to_portable_schema};
 
 /// The format of a tool description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +107,11 @@ struct ToolAnnotations {
 /// In the formats of model APIs, the description of an asynchronous tool says so. MCP has a field
 /// of its own for that.
 pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> Json {
-    let parameters = with_object_type(&to_portable_schema(&tool.input_schema));
+    let parameters = match format {
+        ToolFormat::Mcp => mcp_schema(tool, &tool.input_schema),
+        _ => to_model_schema(&tool.input_schema),
+    };
+    let parameters = with_object_type(&parameters);
     let description = match format {
         ToolFormat::Mcp => Cow::Borrowed(tool.description.as_str()),
         _ => describe_for_model(tool),
@@ -137,6 +141,15 @@ pub fn describe_tool(format: ToolFormat, name: &str, tool: &ToolDefinition) -> J
                 idempotent_hint: tool.effect != Effect::Irreversible,
             },
         }),
+    }
+}
+
+/// Returns a schema of a tool for MCP clients. The schema of another party keeps the dialect that
+/// it names. Toolcrib's own schemas have the default one, which needs no mention.
+pub fn mcp_schema(tool: &ToolDefinition, schema: &Json) -> Json {
+    match tool.executor == Executor::BUILTIN {
+        true => to_model_schema(schema),
+        false => to_portable_schema(schema),
     }
 }
 

@@ -45,15 +45,13 @@ const ANNOTATIONS: [&str; 8] = [
     "$comment",
 ];
 
-/// The dialect that MCP and the model APIs assume without `$schema`.
-const DEFAULT_DIALECT: &str = "https://json-schema.org/draft/2020-12/schema";
-
 /// Returns a schema that accepts the same values, with keywords that common clients can parse:
 ///
 /// - an empty schema in place of `true`, and `{"not": {}}` in place of `false`;
 /// - alternatives (`anyOf`) in place of a list of types;
-/// - no `format` of an integer's width, such as `uint64`, which restricts nothing;
-/// - no `$schema` that names the default dialect.
+/// - no `format` of an integer's width, such as `uint64`, which restricts nothing.
+///
+/// A `$schema` stays: MCP clients validate with the dialect that it names.
 ///
 /// ```
 /// use serde_json::json;
@@ -66,15 +64,23 @@ pub fn to_portable_schema(schema: &Json) -> Json {
     let original = schema.to_value();
     let mut portable = original.clone();
     if let Value::Object(root) = &mut portable {
-        if root.get("$schema").is_some_and(|dialect| dialect == DEFAULT_DIALECT) {
-            root.remove("$schema");
-        }
         // The root describes arguments or a result as a whole; its type is not an alternative.
         rewrite_subschemas(root);
     }
     match portable == original {
         true => schema.clone(),
         false => Json::from_value(&portable),
+    }
+}
+
+/// Returns a portable schema for the API of a language model: without `$schema`, which says nothing
+/// to a model, and which Gemini refuses.
+pub fn to_model_schema(schema: &Json) -> Json {
+    let portable = to_portable_schema(schema);
+    let mut value = portable.to_value();
+    match value.as_object_mut().and_then(|root| root.remove("$schema")) {
+        Some(_) => Json::from_value(&value),
+        None => portable,
     }
 }
 
@@ -178,7 +184,7 @@ mod tests {
     #[test]
     fn schemas_are_rewritten_for_common_clients() {
         let schema = json!({
-            "$schema": DEFAULT_DIALECT, "type": "object", "additionalProperties": false,
+            "type": "object", "additionalProperties": false,
             "properties": {
                 "params": { "type": "array", "items": true },
                 "limit": { "type": ["integer", "null"], "format": "uint", "minimum": 0,
@@ -213,6 +219,19 @@ mod tests {
             "$defs": { "x": { "items": {} } },
         });
         assert_eq!(portable(&schema), expected);
+    }
+
+    #[test]
+    fn only_models_get_schemas_without_their_dialect() {
+        for dialect in [
+            "https://json-schema.org/draft/2020-12/schema",
+            "http://json-schema.org/draft-07/schema#",
+        ] {
+            let schema = json!({ "$schema": dialect, "type": "object" });
+            assert_eq!(portable(&schema), schema);
+            let for_model = to_model_schema(&Json::from_value(&schema)).to_value();
+            assert_eq!(for_model, json!({ "type": "object" }));
+        }
     }
 
     #[test]

@@ -187,6 +187,13 @@ async fn every_offered_schema_is_within_the_subsets_of_common_clients() {
         }
     }
     assert!(schemas.len() > 30, "{}", schemas.len());
+    for (tool, schema) in &mut schemas {
+        let dialect = schema.as_object_mut().unwrap().remove("$schema");
+        // Gemini refuses the keyword, and MCP clients validate with the dialect that it names.
+        let is_kept = tool.contains("list__rows\"") && tool.starts_with("/mcp")
+            || tool.starts_with("mcp ") && tool.contains("list__rows");
+        assert_eq!(dialect.is_some(), is_kept, "{tool}");
+    }
     let problems: Vec<String> = schemas
         .iter()
         .map(|(tool, schema)| (tool, SchemaLint::problems(schema)))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rmcp::model::{JsonObject, MetaObject, Tool, ToolAnnotations};
 use serde_json::Value;
-use toolcrib::schema::to_portable_schema;
+use toolcrib::model_formats::mcp_schema;
 use toolcrib::{Effect, Risk, ToolDefinition};
 
 use crate::mcp::request::ProtocolRevision;
@@ -12,7 +12,7 @@ use crate::mcp::request::ProtocolRevision;
 /// Returns the MCP form of a definition, or `None` if its arguments cannot be an object: MCP cannot
 /// call such a tool.
 pub(crate) fn to_mcp_tool(definition: &ToolDefinition) -> Option<Tool> {
-    let schema = to_portable_schema(&definition.input_schema);
+    let schema = mcp_schema(definition, &definition.input_schema);
     let Value::Object(mut input) = schema.to_value() else { return None };
     match input.get("type") {
         None => drop(input.insert("type".to_owned(), "object".into())),
@@ -26,7 +26,7 @@ pub(crate) fn to_mcp_tool(definition: &ToolDefinition) -> Option<Tool> {
             .with_title(title(definition, &metadata))
             .with_annotations(annotations(definition.effect, definition.risk, &metadata))
             .with_meta(tool_meta(definition, &metadata));
-    let output = definition.output_schema.as_ref().map(to_portable_schema);
+    let output = definition.output_schema.as_ref().map(|schema| mcp_schema(definition, schema));
     if let Some(Value::Object(output)) = output.map(|schema| schema.to_value()) {
         tool = tool.with_raw_output_schema(Arc::new(output));
     }

@@ -17,7 +17,7 @@ use toolcrib::Json;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::MCP_HELPER_TOOLS;
 use toolcrib::registry::name_for_model;
-use toolcrib::schema::to_portable_schema;
+use toolcrib::schema::to_model_schema;
 
 /// Returns the result of a call that had not ended when its MCP client got a response.
 pub(crate) const CALL_RESULT: &str = MCP_HELPER_TOOLS[0];
@@ -109,7 +109,7 @@ pub(super) fn catalogue() -> Vec<Tool> {
 /// Returns the definition of a helper tool that only reads.
 fn read_only_tool<A: JsonSchema>(name: &'static str, title: &str, text: &'static str) -> Tool {
     let schema = Json::from_value(&schemars::schema_for!(A).to_value());
-    let schema = match to_portable_schema(&schema).to_value() {
+    let schema = match to_model_schema(&schema).to_value() {
         Value::Object(schema) => schema,
         _ => JsonObject::new(),
     };
