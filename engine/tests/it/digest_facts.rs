@@ -144,7 +144,7 @@ fn employees() -> Case {
             Question {
                 text: "How many people are in the department Legal?",
                 facts: &[&["Legal 225"]],
-                answer: r#""count""#,
+                answer: r#""count":225"#,
                 reads: &[Read {
                     conditions: r#"{"department":"Legal"}"#,
                     aggregate: "count",
