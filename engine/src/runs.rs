@@ -33,7 +33,9 @@ use crate::utp::Utp;
 pub use active::StartedRun;
 pub use agents::{RunTree, RunTreeNode, RunTrees, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
-pub use conversations::{ConversationCheckpoint, Conversations, SavedConversation};
+pub use conversations::{
+    ConversationCheckpoint, Conversations, EndedConversation, SavedConversation,
+};
 pub use manage::{RunPage, RunQuery, RunRequest};
 pub use read_result::{CallResults, ResultForModel};
 pub use replay::{ReplayDifference, ReplayReport};

@@ -9,6 +9,7 @@
 //! repeated request continues from there, and the calls that were made are found by their
 //! idempotency keys.
 
+mod ended;
 use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
@@ -27,6 +28,8 @@ use crate::ports::store::RunToolDefinitions;
 use crate::ports::store::undelivered::UndeliveredRequest;
 use crate::registry::Registry;
 use crate::runs::rejoin;
+
+pub use ended::EndedConversation;
 
 /// Saves conversations, and joins the repeated requests that continue them.
 pub struct Conversations {

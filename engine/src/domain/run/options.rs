@@ -54,6 +54,9 @@ pub struct RunOptions {
     /// tools take the place of these options.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub active_agent: Option<Box<ActiveAgent>>,
+    /// True if the run is a conversation of OpenAI's API, which lives in its request.
+    #[serde(rename = "conversation", skip_serializing_if = "std::ops::Not::not")]
+    pub is_conversation: bool,
 }
 
 fn is_zero(depth: &u32) -> bool {

@@ -299,6 +299,48 @@ async fn runs_are_listed_shown_followed_and_canceled() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn runs_of_chat_completions_and_responses_are_listed_shown_and_continued() {
+    let model = ScriptedModel::start_with_replies([
+        eval("c1", "6*7"),
+        text_reply("It is 42."),
+        text_reply("Hello."),
+        text_reply("And 43."),
+    ])
+    .await
+    .unwrap();
+    let url = model.url.clone();
+    let server = crate::support::Server::with(|config| {
+        config.llm.base_url = Some(url);
+        config.llm.model = Some("large-1".into());
+    })
+    .await;
+    let api = server.api();
+    let chat = json!({ "model": "large-1",
+        "messages": [{ "role": "user", "content": "What is 6 * 7?" }] });
+    let answer = api.post("/v1/chat/completions", chat).await.is(200);
+    let id = answer["toolcrib"]["run_id"].as_str().unwrap();
+    let response = json!({ "model": "large-1", "input": "Hi" });
+    api.post("/v1/responses", response).await.is(200);
+    let toolcrib = async |words: &[&str]| run_against(&server.address, words).await;
+    let (code, stdout, stderr) = toolcrib(&["runs", "ls"]).await;
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains(id) && stdout.contains("It is 42."), "{stdout}");
+    assert!(stdout.contains("Hello."), "{stdout}");
+    let (code, stdout, stderr) = toolcrib(&["runs", "show", id]).await;
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains("It is 42.") && stdout.contains("calculation.eval"), "{stdout}");
+    let (code, stdout, stderr) = toolcrib(&["runs", "follow", id]).await;
+    assert_eq!((code, stdout.trim()), (0, "It is 42."), "{stderr}");
+    // The run goes on with the whole conversation.
+    let more = ["run", "--continue", id, "And one more?"];
+    let (code, stdout, stderr) = toolcrib(&more).await;
+    assert_eq!((code, stdout.trim()), (0, "And 43."), "{stderr}");
+    let requests = model.requests();
+    let messages = requests.last().unwrap().body["messages"].to_string();
+    assert!(messages.contains("What is 6 * 7?") && messages.contains("It is 42."), "{messages}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_of_a_chat_completion_can_be_followed_to_its_end() {
     let model = ScriptedModel::start_with_replies([
         toolcrib_bench::model::tool_call_reply("c1", "slow__tool", &json!({})),

@@ -20,13 +20,15 @@ use toolcrib::domain::fault::{Code, Error};
 use toolcrib::domain::model_reply::{FinishReason, ToolCallRequest};
 use toolcrib::domain::run::handoff::{ActiveAgent, Handoff};
 use toolcrib::domain::run::options::RunOptions;
-use toolcrib::domain::run::progress::{Conversation, FinalAnswer, TerminatingCall};
+use toolcrib::domain::run::progress::{Conversation, FinalAnswer, RunProgress, TerminatingCall};
 use toolcrib::ports::model::{Delta, ResolvedModel};
 use toolcrib::runs::agent_loop::{
     AgentLoop, EventSink as LoopEventSink, LoopEvent, StepOutcome, check_messages,
     check_pinned_tools,
 };
-use toolcrib::runs::{ConversationCheckpoint, SavedConversation, UndeliveredRequest};
+use toolcrib::runs::{
+    ConversationCheckpoint, EndedConversation, SavedConversation, UndeliveredRequest,
+};
 use toolcrib::{Caller, Engine};
 
 use super::super::HttpState;
@@ -249,7 +251,12 @@ impl OpenAiConversation {
         let call_summaries = Mutex::new(std::mem::take(&mut self.call_summaries));
         let sink = |event: StreamEvent| live.push(event);
         self.replay_texts(&sink);
-        let ending = self.drive(&live, &sink, &call_summaries).await;
+        let started_ms = jiff::Timestamp::now().as_millisecond() as u64;
+        let ending = self.drive(&live, &sink, &call_summaries, started_ms).await;
+        if let Err(error) = &ending {
+            let progress = &self.conversation.progress;
+            self.record_run(&self.conversation.messages, progress, started_ms, Err(error)).await;
+        }
         let calls_made = !call_summaries.lock().is_empty();
         ending.map_err(|error| ConversationError { error, calls_made })
     }
@@ -273,6 +280,7 @@ impl OpenAiConversation {
         live: &Arc<LiveConversation>,
         sink: EventSink<'_>,
         call_summaries: &Mutex<Vec<Value>>,
+        started_ms: u64,
     ) -> Result<ConversationResult, Error> {
         let deduplicator = Mutex::new(TextDeduplicator {
             sink,
@@ -297,11 +305,11 @@ impl OpenAiConversation {
         };
         let (next, handoffs) = self.run_agents(live, &event_sink, call_summaries).await?;
         let mut metadata = json!({ "run_id": self.options.run_id, "limit_reached": null });
-        let mut terminated_by = None;
+        let (mut terminated_by, mut stop_reason) = (None, None);
         let (text, calls, finish_reason) = match next {
             StepOutcome::Answered(answer) => {
                 let answer = self.complete_answer(answer, &mut metadata);
-                terminated_by = answer.terminated_by;
+                (terminated_by, stop_reason) = (answer.terminated_by, answer.stop_reason);
                 (answer.text, Vec::new(), answer.finish_reason)
             }
             StepOutcome::CallerToolCalls(calls) => {
@@ -327,11 +335,13 @@ impl OpenAiConversation {
         let progress = std::mem::take(&mut self.conversation.progress);
         metadata["steps"] = progress.steps.into();
         metadata["tool_calls"] = call_summaries.lock().clone().into();
-        add_ending(&mut metadata, terminated_by);
+        add_ending(&mut metadata, terminated_by.clone());
         if !handoffs.is_empty() {
             metadata["handoffs"] = json!(handoffs);
         }
         let messages = std::mem::take(&mut self.conversation.messages);
+        let answer = FinalAnswer { text: text.clone(), finish_reason, stop_reason, terminated_by };
+        self.record_run(&messages, &progress, started_ms, Ok(answer)).await;
         let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
         Ok(ConversationResult {
             text,
@@ -342,6 +352,29 @@ impl OpenAiConversation {
             metadata,
             conversation,
         })
+    }
+
+    /// Stores the conversation as a run. The response does not depend on it.
+    async fn record_run(
+        &self,
+        messages: &[Value],
+        progress: &RunProgress,
+        started_ms: u64,
+        outcome: Result<FinalAnswer, &Error>,
+    ) {
+        let ended = EndedConversation {
+            model: &self.model.name,
+            options: &self.options,
+            progress,
+            messages,
+            known_messages: self.known_messages,
+            started_ms,
+            outcome,
+        };
+        let conversations = self.engine.runs().conversations();
+        if let Err(error) = conversations.record_run(&self.caller, ended).await {
+            tracing::warn!(run_id = self.options.run_id, %error, "a conversation is not listed");
+        }
     }
 
     /// Adds a note to the final answer if all calls failed. The metadata say so too, and name the

@@ -1,0 +1,178 @@
+//! The run of a conversation of OpenAI's API, stored when its response is complete: it is listed,
+//! shown, followed and continued like any other run.
+//!
+//! A conversation lives in its request, so no task drives its run and none is adopted after a
+//! crash. The record has the journal of a run: the messages of the request, each reply with the
+//! results of its calls, and the end.
+
+use serde_json::{Value, json};
+
+use super::Conversations;
+use crate::domain::caller::Caller;
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::run::options::RunOptions;
+use crate::domain::run::progress::{FinalAnswer, RunProgress};
+use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunOwner, RunStatus};
+use crate::ports::core::from_store_error;
+
+/// Maximum size of the messages of a request in the journal. Of a longer request, only the newest
+/// message is stored: the caller has the others.
+const MAX_REQUEST_BYTES: usize = 256 << 10;
+
+/// A conversation whose response is complete.
+#[derive(Debug)]
+pub struct EndedConversation<'a> {
+    /// The model name from the request.
+    pub model: &'a str,
+    /// Model, tools, limits and settings of the agent loop.
+    pub options: &'a RunOptions,
+    /// Usage, pending calls and limit counters.
+    pub progress: &'a RunProgress,
+    /// All messages, in the chat format.
+    pub messages: &'a [Value],
+    /// Number of messages that came with the request.
+    pub known_messages: usize,
+    /// Time of the request, in Unix milliseconds.
+    pub started_ms: u64,
+    /// The answer, or the reason of the failure.
+    pub outcome: Result<FinalAnswer, &'a Error>,
+}
+
+impl Conversations {
+    /// Stores the run of a conversation. Later conversations under the same run id continue it. A
+    /// run that was started with the run API keeps its own record.
+    pub async fn record_run(
+        &self,
+        caller: &Caller,
+        ended: EndedConversation<'_>,
+    ) -> Result<(), Error> {
+        let store = self.core.store.runs();
+        let id = &ended.options.run_id;
+        let found = store.run(&caller.project, id).await.map_err(from_store_error)?;
+        let now_ms = self.core.wall_ms();
+        let kind = match &found {
+            Some(_) => JournalKind::UserMessage,
+            None => JournalKind::Created,
+        };
+        let (status, answer, error) = match &ended.outcome {
+            Ok(answer) => {
+                let error = failure_of(answer, ended.progress);
+                let status = match &error {
+                    Some(_) => RunStatus::Failed,
+                    None => RunStatus::Succeeded,
+                };
+                (status, Some(answer.clone()), error)
+            }
+            Err(error) => (RunStatus::Failed, None, Some(to_run_error(error))),
+        };
+        let run = Run {
+            id: id.clone(),
+            project: caller.project.clone(),
+            owner: RunOwner {
+                keyed: self.registry.credentials.has_active_key(caller),
+                ..RunOwner::from(caller)
+            },
+            model: ended.model.to_owned(),
+            status,
+            options: RunOptions { is_conversation: true, ..ended.options.clone() },
+            progress: ended.progress.clone(),
+            answer,
+            error,
+            deliverable_card_id: None,
+            queued_messages: Vec::new(),
+            created_ms: found.as_ref().map_or(ended.started_ms, |run| run.created_ms),
+            updated_ms: now_ms,
+            ended_ms: Some(now_ms),
+            version: found.as_ref().map_or(1, |run| run.version + 1),
+            lineage: None,
+            context_box_id: None,
+        };
+        let entries = journal_of(&ended, &run, kind, now_ms);
+        match found {
+            None => store.create_run(run, None, entries, None).await.map(drop),
+            // Another request of the same run may have been faster; its record stays.
+            Some(before) if before.options.is_conversation => {
+                store.save_run(run, entries).await.map(drop)
+            }
+            Some(_) => Ok(()),
+        }
+        .map_err(from_store_error)
+    }
+}
+
+/// Returns the error of an answered conversation: that of the result which ended it, or that all
+/// its calls failed.
+fn failure_of(answer: &FinalAnswer, progress: &RunProgress) -> Option<RunError> {
+    if let Some(call) = &answer.terminated_by {
+        return call.error.clone();
+    }
+    let message = progress.describe_total_failure()?;
+    Some(RunError::from(&Fault::new(Code::RuntimeError, message).retryable(true)))
+}
+
+fn to_run_error(error: &Error) -> RunError {
+    match error {
+        Error::Refused { fault, .. } => RunError::from(fault),
+        Error::Internal(_) => RunError::from(&Fault::new(Code::Internal, error.to_string())),
+    }
+}
+
+/// Returns the journal records of one request.
+fn journal_of(
+    ended: &EndedConversation<'_>,
+    run: &Run,
+    kind: JournalKind,
+    now_ms: u64,
+) -> Vec<JournalRecord> {
+    let known = ended.known_messages.min(ended.messages.len());
+    let (mut asked, made) = ended.messages.split_at(known);
+    if asked.iter().map(|message| message.to_string().len()).sum::<usize>() > MAX_REQUEST_BYTES {
+        asked = &asked[asked.len() - 1..];
+    }
+    let data = json!({ "model": run.model });
+    let mut entries =
+        vec![JournalRecord::new(kind, ended.started_ms, data).with_messages(asked.to_vec())];
+    let mut step = 0_u64;
+    for message in made {
+        if message["role"] == "assistant" {
+            step += 1;
+            let data = json!({ "step": step, "text": message["content"].as_str().unwrap_or(""),
+                "calls": requested_calls(message), "stopped": "stop" });
+            let entry = JournalRecord::new(JournalKind::Replied, now_ms, data);
+            entries.push(entry.with_messages(vec![message.clone()]));
+            continue;
+        }
+        match entries.last_mut() {
+            Some(last) if last.kind == JournalKind::ToolResults => {
+                last.messages.push(message.clone());
+            }
+            _ => {
+                let data = json!({ "step": step, "calls": [] });
+                let entry = JournalRecord::new(JournalKind::ToolResults, now_ms, data);
+                entries.push(entry.with_messages(vec![message.clone()]));
+            }
+        }
+    }
+    let text = run.answer.as_ref().map(|answer| answer.text.as_str());
+    let mut data = json!({ "answer": text, "usage": run.progress.usage,
+        "steps": run.progress.steps, "calls": run.progress.calls });
+    let kind = match &run.error {
+        Some(error) => {
+            data["error"] = json!(error);
+            JournalKind::Failed
+        }
+        None => JournalKind::Finished,
+    };
+    entries.push(JournalRecord::new(kind, now_ms, data));
+    entries
+}
+
+/// Returns the calls of an assistant's message, as the reply of a model has them.
+fn requested_calls(message: &Value) -> Vec<Value> {
+    let calls = message["tool_calls"].as_array().into_iter().flatten();
+    let call = |call: &Value| {
+        let function = &call["function"];
+        json!({ "id": call["id"], "name": function["name"], "arguments": function["arguments"] })
+    };
+    calls.map(call).collect()
+}
