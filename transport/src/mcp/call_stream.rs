@@ -24,10 +24,14 @@ use rmcp::ErrorData;
 use rmcp::model::ClientCapabilities;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
 use toolcrib_protocol::sse::SseParser;
+
+/// Time that a stored call has to end before its response becomes a stream. A stream costs several
+/// messages, and an MCP client that loses the connection in this time sends its request again.
+const STREAM_DELAY: Duration = Duration::from_millis(20);
 
 /// Interval of comments that keep an idle stream open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
@@ -206,25 +210,36 @@ pub(super) type OpenHook = Box<dyn FnOnce(&CallEventId) -> Option<StreamGuard> +
 /// A value that is dropped when the stream ends.
 pub(super) type StreamGuard = Box<dyn std::any::Any + Send>;
 
-/// Answers with the response of rmcp, or, if the call is stored before there is one, with a stream.
+/// Answers with the response that comes soon, or else with a stream: once the call is stored and
+/// does not end within [`STREAM_DELAY`], or has something to report.
 pub(super) async fn respond(
     mut handling: BoxFuture<'static, Response>,
+    notifications: Option<mpsc::Receiver<String>>,
     mut stored: watch::Receiver<Option<StreamedCall>>,
     options: CallStreamOptions,
     on_open: OpenHook,
 ) -> Response {
     let mut stream = CallStream::new(options);
+    stream.notifications = notifications;
+    let opening = async {
+        let call = next_call(&mut stored).await;
+        tokio::select! {
+            () = tokio::time::sleep(STREAM_DELAY) => {}
+            message = next_notification(&mut stream.notifications) => stream.queue_message(&message),
+        }
+        call
+    };
     tokio::select! {
         biased;
         response = &mut handling => {
             if !is_event_stream(&response) {
-                return response;
+                return stream.finish(response, &stored, on_open).await;
             }
             // rmcp opens the streams of sessions at once, before there is a call.
             stream.body = Some(response.into_body().into_data_stream());
             stream.unopened = Some((stored, on_open));
         }
-        call = next_call(&mut stored) => {
+        call = opening => {
             stream.handling = Some(handling);
             stream.open(call, on_open);
         }
@@ -266,6 +281,8 @@ pub(super) struct CallStream {
     handling: Option<BoxFuture<'static, Response>>,
     /// The body of rmcp's response, if that is a stream.
     body: Option<BodyDataStream>,
+    /// The notifications before the response, of a request that rmcp does not serve.
+    notifications: Option<mpsc::Receiver<String>>,
     /// The signal that opens the stream, until it comes.
     unopened: Option<(watch::Receiver<Option<StreamedCall>>, OpenHook)>,
     parser: SseParser,
@@ -280,12 +297,34 @@ impl CallStream {
             options,
             handling: None,
             body: None,
+            notifications: None,
             unopened: None,
             parser: SseParser::default(),
             queue: VecDeque::new(),
             has_ended: false,
             guard: None,
         }
+    }
+
+    /// Answers with a response that came before the stream was opened, or with a stream if
+    /// notifications precede it.
+    async fn finish(
+        mut self,
+        response: Response,
+        stored: &watch::Receiver<Option<StreamedCall>>,
+        on_open: OpenHook,
+    ) -> Response {
+        while let Some(Ok(message)) = self.notifications.as_mut().map(mpsc::Receiver::try_recv) {
+            self.queue_message(&message);
+        }
+        if self.queue.is_empty() {
+            return response;
+        }
+        if let Some(call) = stored.borrow().clone() {
+            self.open(call, on_open);
+        }
+        self.take_response(response).await;
+        self.into_response()
     }
 
     /// Queues the event that makes the stream resumable, before all others.
@@ -317,6 +356,9 @@ impl CallStream {
                     if let Some((_, on_open)) = self.unopened.take() {
                         self.open(call, on_open);
                     }
+                }
+                message = next_notification(&mut self.notifications) => {
+                    self.queue_message(&message);
                 }
                 response = pending_response(&mut self.handling) => {
                     self.handling = None;
@@ -413,6 +455,17 @@ async fn pending_response(handling: &mut Option<BoxFuture<'static, Response>>) -
     }
 }
 
+async fn next_notification(notifications: &mut Option<mpsc::Receiver<String>>) -> String {
+    match notifications {
+        // Without a sender, the response is next.
+        Some(queue) => match queue.recv().await {
+            Some(message) => message,
+            None => std::future::pending().await,
+        },
+        None => std::future::pending().await,
+    }
+}
+
 async fn next_chunk(body: &mut Option<BodyDataStream>) -> Option<Result<Bytes, axum::Error>> {
     match body {
         Some(body) => body.next().await,
@@ -463,6 +516,43 @@ mod tests {
         for wrong in ["", "0", "1/3", "tc_1.l.x", "session~a~1", "tc_01M7H30ZMCDEMEZ1FGH3FVXEPM.l."]
         {
             assert_eq!(CallEventId::parse(wrong), None, "{wrong}");
+        }
+    }
+
+    /// Returns the media type of the response to a call that is stored at once and takes this long.
+    async fn media_type_after(time: Duration, notification: Option<&str>) -> String {
+        let (signal, stored) = CallStoredSignal::new();
+        let (sender, notifications) = mpsc::channel(1);
+        if let Some(message) = notification {
+            sender.send(message.to_owned()).await.unwrap();
+        }
+        let handling = async move {
+            let id: CallId = "tc_01M7H30ZMCDEMEZ1FGH3FVXEPM".parse().unwrap();
+            signal.send(StreamedCall { id, through_catalogue: false });
+            tokio::time::sleep(time).await;
+            drop(sender);
+            axum::response::IntoResponse::into_response(axum::Json(json!({ "id": 1 })))
+        };
+        let request = StreamedRequest::parse(&json!({ "id": 1, "params": {} })).unwrap();
+        let options = CallStreamOptions {
+            request,
+            retry_ms: 5_000,
+            priming: PrimingFormat::EmptyData,
+            internal: None,
+        };
+        let hook: OpenHook = Box::new(|_| None);
+        let response =
+            respond(Box::pin(handling), Some(notifications), stored, options, hook).await;
+        response.headers()[header::CONTENT_TYPE].to_str().unwrap().to_owned()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_a_call_that_takes_a_while_or_reports_something_is_answered_with_a_stream() {
+        let soon = STREAM_DELAY / 2;
+        assert_eq!(media_type_after(soon, None).await, "application/json");
+        assert_eq!(media_type_after(STREAM_DELAY * 2, None).await, "text/event-stream");
+        for time in [Duration::ZERO, soon] {
+            assert_eq!(media_type_after(time, Some("{}")).await, "text/event-stream");
         }
     }
 

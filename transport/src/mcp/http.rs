@@ -2,6 +2,7 @@
 //! rules as the other transports.
 
 mod server_card;
+mod stateless_call;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,6 +24,7 @@ use toolcrib::domain::json;
 use toolcrib::registry::audit;
 use toolcrib_protocol::outbound::is_loopback_host;
 
+use self::stateless_call::StatelessCall;
 use super::call_stream::{
     self, CallEventId, CallStoredSignal, CallStreamOptions, InternalIds, StreamId, StreamedRequest,
 };
@@ -350,6 +352,11 @@ impl McpHttpState {
         let Some(request) = StreamedRequest::parse(&message) else {
             return self.handle(parts, body, view).await;
         };
+        let shared = &self.transport.shared;
+        let stateless = match session {
+            None => StatelessCall::read(shared, &view, &parts.headers, &body),
+            Some(_) => None,
+        };
         let (signal, stored) = CallStoredSignal::new();
         parts.extensions.insert(signal);
         parts.extensions.insert(StreamId(request.stream.clone()));
@@ -364,7 +371,14 @@ impl McpHttpState {
             // stream of its session.
             resume::needs_session(&parts.headers)
         }));
-        call_stream::respond(self.handle(parts, body, view), stored, options, on_open).await
+        let (handling, notifications) = match stateless {
+            Some(call) => {
+                let (handling, notifications) = call.handle(&self.transport, parts, view);
+                (handling, Some(notifications))
+            }
+            None => (self.handle(parts, body, view), None),
+        };
+        call_stream::respond(handling, notifications, stored, options, on_open).await
     }
 
     /// Serves `GET`: the continuation of a call, or the stream of a session.

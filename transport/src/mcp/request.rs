@@ -1,13 +1,21 @@
 //! Properties of one MCP request: its protocol revision, the capabilities of its MCP client, its
 //! session, and its caller with the part of the tools that the caller chose to see.
 
+// Logging belongs to the legacy revisions, whose clients still use it.
+#![allow(deprecated)]
 use std::sync::Arc;
 
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use rmcp::RoleServer;
-use rmcp::model::{ClientCapabilities, Extensions, ProtocolVersion, RequestMetaObject};
-use rmcp::service::RequestContext;
+use rmcp::model::{
+    ClientCapabilities, Extensions, Implementation, LoggingMessageNotification,
+    LoggingMessageNotificationParam, ProgressNotification, ProgressNotificationParam,
+    ProtocolVersion, RequestMetaObject, ServerJsonRpcMessage, ServerNotification,
+};
+use rmcp::service::{Peer, RequestContext};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::{Caller, Engine};
 
@@ -26,7 +34,7 @@ pub(super) enum ProtocolRevision {
 
 impl ProtocolRevision {
     /// Returns the revision of a request.
-    pub(super) fn from_context(context: &RequestContext<RoleServer>) -> Self {
+    fn from_context(context: &RequestContext<RoleServer>) -> Self {
         match context.protocol_version() {
             Some(version) if version.as_str() >= ProtocolVersion::V_2026_07_28.as_str() => {
                 Self::Modern
@@ -40,8 +48,8 @@ impl ProtocolRevision {
 pub(super) struct McpClientInfo {
     pub(super) revision: ProtocolRevision,
     pub(super) capabilities: ClientCapabilities,
-    /// The name of the program, if it states one.
-    name: Option<String>,
+    /// The program, if it states one.
+    pub(super) program: Option<Implementation>,
 }
 
 /// Name of the Python SDK, which agent frameworks send unless they state their own.
@@ -50,12 +58,11 @@ const PYTHON_SDK_NAME: &str = "mcp";
 const LINKS_CAPABILITY: &str = "toolcrib/resource_links";
 
 impl McpClientInfo {
-    /// Reads them from the context of a request.
-    pub(super) fn from_context(context: &RequestContext<RoleServer>) -> Self {
+    fn from_context(context: &RequestContext<RoleServer>) -> Self {
         Self {
             revision: ProtocolRevision::from_context(context),
             capabilities: context.client_capabilities().unwrap_or_default(),
-            name: context.client_info().map(|client| client.name),
+            program: context.client_info(),
         }
     }
 
@@ -66,13 +73,78 @@ impl McpClientInfo {
         let experimental = self.capabilities.experimental.as_ref();
         experimental.is_some_and(|declared| declared.contains_key(LINKS_CAPABILITY))
             || self.revision == ProtocolRevision::Modern
-                && self.name.as_deref().is_some_and(|name| name != PYTHON_SDK_NAME)
+                && self.program.as_ref().is_some_and(|program| program.name != PYTHON_SDK_NAME)
     }
 
     /// Returns whether the MCP client can receive a task as the response: it declared the extension
     /// and speaks the revision that has it. Earlier revisions have tasks of another form.
     pub(super) fn supports_tasks(&self) -> bool {
         self.revision == ProtocolRevision::Modern && self.capabilities.supports_tasks()
+    }
+}
+
+/// One request, as the operations see it, whether `rmcp` read it or not.
+pub(super) struct McpRequest<'a> {
+    pub(super) client: McpClientInfo,
+    pub(super) meta: &'a RequestMetaObject,
+    /// The HTTP request that carried the message, or `None` over pipes. Its extensions hold the
+    /// values that the HTTP layer attached.
+    pub(super) http: Option<&'a Parts>,
+    /// Canceled when the MCP client cancels the request or disconnects.
+    pub(super) canceled: &'a CancellationToken,
+    pub(super) peer: McpPeer,
+}
+
+impl<'a> McpRequest<'a> {
+    /// Returns a request that `rmcp` read.
+    pub(super) fn from_context(context: &'a RequestContext<RoleServer>) -> Self {
+        Self {
+            client: McpClientInfo::from_context(context),
+            meta: &context.meta,
+            http: http_parts(&context.extensions),
+            canceled: &context.ct,
+            peer: McpPeer::Rmcp(context.peer.clone()),
+        }
+    }
+
+    /// Returns a value that the HTTP layer attached.
+    pub(super) fn attached<T: Clone + Send + Sync + 'static>(&self) -> Option<&T> {
+        self.http?.extensions.get()
+    }
+}
+
+/// The way to an MCP client that waits for a response.
+#[derive(Clone)]
+pub(super) enum McpPeer {
+    Rmcp(Peer<RoleServer>),
+    /// The stream of the response, which takes messages as JSON.
+    Stream(mpsc::Sender<String>),
+}
+
+impl McpPeer {
+    /// Sends a progress notification. An error means that the MCP client has disconnected, which
+    /// its request learns in another way.
+    pub(super) async fn notify_progress(&self, param: ProgressNotificationParam) {
+        let notification = ProgressNotification::new(param);
+        self.notify(ServerNotification::ProgressNotification(notification)).await;
+    }
+
+    /// Sends a log message.
+    pub(super) async fn notify_log(&self, param: LoggingMessageNotificationParam) {
+        let notification = LoggingMessageNotification::new(param);
+        self.notify(ServerNotification::LoggingMessageNotification(notification)).await;
+    }
+
+    async fn notify(&self, notification: ServerNotification) {
+        match self {
+            Self::Rmcp(peer) => drop(peer.send_notification(notification).await),
+            Self::Stream(stream) => {
+                let message = ServerJsonRpcMessage::notification(notification);
+                if let Ok(message) = serde_json::to_string(&message) {
+                    let _ = stream.send(message).await;
+                }
+            }
+        }
     }
 }
 
@@ -160,11 +232,14 @@ impl CallerView {
     }
 }
 
+/// The level of log messages that a request asks for. The MCP server behind Toolcrib writes them.
+const LOG_LEVEL: &str = "io.modelcontextprotocol/logLevel";
+
 /// Returns the metadata of a request that is meant for the MCP server behind Toolcrib: all but what
 /// the protocol and Toolcrib define for one connection.
 pub(super) fn passthrough_meta(meta: &RequestMetaObject) -> Option<RequestMetaObject> {
     let is_own = |name: &str| {
-        name.starts_with("io.modelcontextprotocol/")
+        name.starts_with("io.modelcontextprotocol/") && name != LOG_LEVEL
             || name.starts_with("toolcrib/")
             || matches!(name, "progressToken" | "traceparent" | "tracestate")
     };

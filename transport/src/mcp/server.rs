@@ -33,7 +33,9 @@ use super::operations::notifications::{self, LegacySessions};
 use super::operations::{events, helper_calls, list_tools, prompts, resources, tasks};
 use super::param_errors;
 use super::passthrough::{EmptyPassthrough, PassthroughProvider};
-use super::request::{CallerView, McpViewOptions, http_parts, passthrough_meta, session_id};
+use super::request::{
+    CallerView, McpRequest, McpViewOptions, http_parts, passthrough_meta, session_id,
+};
 use super::settings::McpTransportSettings;
 use super::state::{
     LegacySessionState, MAX_RESOURCE_SUBSCRIPTIONS, McpTransportState, RequestScope, SERVER_NAME,
@@ -133,9 +135,9 @@ impl McpHandler {
         view.unwrap_or(&self.view)
     }
 
-    fn scope<'a>(&'a self, context: &'a RequestContext<RoleServer>) -> RequestScope<'a> {
-        let view = self.view(&context.extensions);
-        RequestScope { shared: self.shared(), session: &self.session, view, context }
+    fn scope<'a>(&'a self, request: &'a McpRequest<'a>) -> RequestScope<'a> {
+        let view = request.attached::<CallerView>().unwrap_or(&self.view);
+        RequestScope { shared: self.shared(), session: &self.session, view, request }
     }
 
     /// Returns the instructions for the MCP client: Toolcrib's, and those of the MCP servers behind
@@ -161,14 +163,27 @@ impl McpHandler {
         text
     }
 
-    async fn handle_tool_call(
+    /// Calls a tool, with the origin of the request in the audit log.
+    pub(super) async fn handle_tool_call(
+        &self,
+        params: CallToolRequestParams,
+        request: McpRequest<'_>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        // The request is handled in a task of its own, which has no origin.
+        let origin = request.attached::<RequestOrigin>().cloned();
+        let origin = origin.unwrap_or_else(|| RequestOrigin {
+            transport: Some("mcp".to_owned()),
+            ..RequestOrigin::default()
+        });
+        audit::with_origin(origin, self.call_in_scope(params, self.scope(&request))).await
+    }
+
+    async fn call_in_scope(
         &self,
         mut params: CallToolRequestParams,
-        context: RequestContext<RoleServer>,
+        scope: RequestScope<'_>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let scope = self.scope(&context);
-        let parts = http_parts(&context.extensions);
-        if let Some(resumed) = parts.and_then(|parts| parts.extensions.get::<ResumedCall>()) {
+        if let Some(resumed) = scope.request.attached::<ResumedCall>() {
             return call::resume_stream(scope, &resumed.0).await;
         }
         if let Some(result) = helper_calls::handle_call(scope, &mut params).await {
@@ -223,7 +238,7 @@ impl ServerHandler for McpHandler {
         params: Option<PaginatedRequestParams>,
         context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
-        list_tools::list_tools(self.scope(&context), params)
+        list_tools::list_tools(self.scope(&McpRequest::from_context(&context)), params)
     }
 
     /// Used by rmcp to check headers that mirror arguments. `call_tool` decides whether the caller
@@ -239,14 +254,7 @@ impl ServerHandler for McpHandler {
         params: CallToolRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        // rmcp handles a request in a task of its own, which has no origin.
-        let parts = http_parts(&context.extensions);
-        let origin = parts.and_then(|parts| parts.extensions.get::<RequestOrigin>()).cloned();
-        let origin = origin.unwrap_or_else(|| RequestOrigin {
-            transport: Some("mcp".to_owned()),
-            ..RequestOrigin::default()
-        });
-        audit::with_origin(origin, self.handle_tool_call(params, context)).await
+        self.handle_tool_call(params, McpRequest::from_context(&context)).await
     }
 
     async fn get_task(

@@ -6,9 +6,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rmcp::RoleServer;
 use rmcp::model::{Implementation, LoggingLevel};
-use rmcp::service::RequestContext;
 use toolcrib::Engine;
 use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::registry::{RESULT_READ, name_for_model};
@@ -16,7 +14,7 @@ use toolcrib::registry::{RESULT_READ, name_for_model};
 use super::call_stream::StreamWaiters;
 use super::events::subscriptions::EventSubscriptions;
 use super::passthrough::PassthroughProvider;
-use super::request::{CallerView, CatalogueMode};
+use super::request::{CallerView, CatalogueMode, McpRequest};
 use super::settings::McpTransportSettings;
 use super::tool_list::ToolListCache;
 
@@ -118,12 +116,12 @@ pub(super) struct RequestScope<'a> {
     pub(super) shared: &'a McpTransportState,
     pub(super) session: &'a LegacySessionState,
     pub(super) view: &'a CallerView,
-    pub(super) context: &'a RequestContext<RoleServer>,
+    pub(super) request: &'a McpRequest<'a>,
 }
 
 impl RequestScope<'_> {
     /// Returns the form in which the MCP client of this request sees the names of tools.
     pub(super) fn name_form(&self) -> ToolNameForm {
-        self.shared.name_form(self.view, self.context.client_info().as_ref())
+        self.shared.name_form(self.view, self.request.client.program.as_ref())
     }
 }

@@ -26,7 +26,7 @@ use super::tasks;
 use crate::delivery::ResponseDeliveries;
 use crate::mcp::call_stream::{CallStoredSignal, StreamId, StreamWaiter, StreamedCall};
 use crate::mcp::duplicate_keys;
-use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts, passthrough_meta};
+use crate::mcp::request::{McpClientInfo, McpPeer, ProtocolRevision, passthrough_meta};
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_list::helper_tools::CALL_RESULT;
 use crate::mcp::tool_list::listed_name;
@@ -50,26 +50,25 @@ pub(crate) async fn call_tool(
     params: CallToolRequestParams,
     discovery: ToolDiscovery,
 ) -> Result<CallToolResponse, ErrorData> {
-    let RequestScope { shared, view, context, .. } = scope;
-    let client = McpClientInfo::from_context(context);
+    let RequestScope { shared, view, request, .. } = scope;
+    let client = &request.client;
     let tool = shared.engine.registry().tool(&view.caller, &params.name).ok();
     let listed = tool.as_ref().filter(|_| discovery == ToolDiscovery::List);
-    let format = ResultFormat::new(listed, client.revision).for_client(&client);
+    let format = ResultFormat::new(listed, client.revision).for_client(client);
     if let Some(state) = params.request_state.clone() {
         let ticket = elicitation::resume_call(shared, view, params, &state).await?;
-        let waiter =
-            ToolCallWaiter { is_resumed: true, ..ToolCallWaiter::new(scope, client, format) };
+        let waiter = ToolCallWaiter { is_resumed: true, ..ToolCallWaiter::new(scope, format) };
         return waiter.wait_for_response(&ticket, discovery).await;
     }
-    if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, &client)) {
+    if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
     }
-    if let Some(duplicate) = duplicate_keys::find_mark(&context.meta.0) {
+    if let Some(duplicate) = duplicate_keys::find_mark(&request.meta.0) {
         let error = duplicate_key_error(&params.name, duplicate);
         return tool_result::refused_call_result(error, &format).map(CallToolResponse::Complete);
     }
-    let mut invocation = to_call_request(params, &context.meta.0)?;
-    let meta = passthrough_meta(&context.meta).map(|meta| Json::from_value(&meta.0.0.into()));
+    let mut invocation = to_call_request(params, &request.meta.0)?;
+    let meta = passthrough_meta(request.meta).map(|meta| Json::from_value(&meta.0.0.into()));
     if meta.as_ref().is_some_and(|meta| meta.text().len() > MAX_META_BYTES) {
         let message = format!("_meta must have at most {MAX_META_BYTES} bytes");
         return Err(ErrorData::invalid_params(message, None));
@@ -82,7 +81,7 @@ pub(crate) async fn call_tool(
                 .map(CallToolResponse::Complete);
         }
     };
-    let waiter = ToolCallWaiter::new(scope, client, format);
+    let waiter = ToolCallWaiter::new(scope, format);
     waiter.track_delivery(&ticket);
     if waiter.client.supports_tasks() && ticket.call.origin.background {
         return waiter.answer(&ticket, Ok(waiter.task_response(&ticket.call)));
@@ -96,8 +95,8 @@ pub(crate) async fn resume_stream(
     scope: RequestScope<'_>,
     call: &StreamedCall,
 ) -> Result<CallToolResponse, ErrorData> {
-    let RequestScope { shared, view, context, .. } = scope;
-    let client = McpClientInfo::from_context(context);
+    let RequestScope { shared, view, request, .. } = scope;
+    let client = &request.client;
     let ticket = shared.engine.calls().ticket(&view.caller, &call.id).await;
     let ticket = ticket.map_err(tool_result::protocol_error)?;
     let tool = shared.engine.registry().tool(&view.caller, &ticket.call.tool_name).ok();
@@ -106,8 +105,8 @@ pub(crate) async fn resume_stream(
         false => ToolDiscovery::List,
     };
     let listed = tool.as_ref().filter(|_| discovery == ToolDiscovery::List);
-    let format = ResultFormat::new(listed, client.revision).for_client(&client);
-    let waiter = ToolCallWaiter::new(scope, client, format);
+    let format = ResultFormat::new(listed, client.revision).for_client(client);
+    let waiter = ToolCallWaiter::new(scope, format);
     waiter.track_delivery(&ticket);
     let response = waiter.wait_for_response(&ticket, discovery).await;
     waiter.answer(&ticket, response)
@@ -186,7 +185,7 @@ fn superseded_error() -> ErrorData {
 /// Waits for one call on behalf of one MCP client.
 struct ToolCallWaiter<'a> {
     scope: RequestScope<'a>,
-    client: McpClientInfo,
+    client: &'a McpClientInfo,
     format: ResultFormat,
     /// The registration of this waiter, if its response is a stream that can be resumed.
     stream: Option<StreamWaiter>,
@@ -195,17 +194,15 @@ struct ToolCallWaiter<'a> {
 }
 
 impl<'a> ToolCallWaiter<'a> {
-    fn new(scope: RequestScope<'a>, client: McpClientInfo, format: ResultFormat) -> Self {
-        let parts = http_parts(&scope.context.extensions);
-        let stream = parts.and_then(|parts| parts.extensions.get::<StreamId>());
+    fn new(scope: RequestScope<'a>, format: ResultFormat) -> Self {
+        let stream = scope.request.attached::<StreamId>();
         let stream = stream.map(|stream| scope.shared.stream_waiters.register(&stream.0));
-        Self { scope, client, format, stream, is_resumed: false }
+        Self { scope, client: &scope.request.client, format, stream, is_resumed: false }
     }
 
     /// Opens the stream of the response: from now on the MCP client can resume it.
     fn open_stream(&self, call: &Call, discovery: ToolDiscovery) {
-        let parts = http_parts(&self.scope.context.extensions);
-        if let Some(signal) = parts.and_then(|parts| parts.extensions.get::<CallStoredSignal>()) {
+        if let Some(signal) = self.scope.request.attached::<CallStoredSignal>() {
             let through_catalogue = discovery == ToolDiscovery::Catalogue;
             signal.send(StreamedCall { id: call.id.clone(), through_catalogue });
         }
@@ -229,7 +226,7 @@ impl<'a> ToolCallWaiter<'a> {
         ticket: &Ticket,
         discovery: ToolDiscovery,
     ) -> Result<CallToolResponse, ErrorData> {
-        let RequestScope { shared, view, context, .. } = self.scope;
+        let RequestScope { shared, view, request, .. } = self.scope;
         if !ticket.call.status.is_terminal() {
             self.open_stream(&ticket.call, discovery);
         }
@@ -274,7 +271,7 @@ impl<'a> ToolCallWaiter<'a> {
             tokio::select! {
                 biased;
                 () = self.superseded() => return Err(superseded_error()),
-                () = context.ct.cancelled() => {
+                () = request.canceled.cancelled() => {
                     return Err(self.handle_disconnect(ticket, &call).await);
                 }
                 update = engine.calls().wait(caller, ticket, until) => {
@@ -302,21 +299,23 @@ impl<'a> ToolCallWaiter<'a> {
         call: &Call,
         questions: InputRequests,
     ) -> Result<bool, ErrorData> {
-        let RequestScope { shared, view, context, .. } = self.scope;
+        let RequestScope { shared, view, request, .. } = self.scope;
         let keys: Vec<String> = questions.keys().cloned().collect();
         let pointless = async {
             tokio::select! {
                 () = self.superseded() => true,
-                () = context.ct.cancelled() => true,
+                () = request.canceled.cancelled() => true,
                 response = self.wait_until_superseded(ticket, call, &keys) => response,
             }
         };
-        let answers = match elicitation::elicit(&context.peer, questions, pointless).await {
+        // Only rmcp serves MCP clients that are asked while they wait.
+        let McpPeer::Rmcp(peer) = &request.peer else { return Ok(false) };
+        let answers = match elicitation::elicit(peer, questions, pointless).await {
             ElicitationOutcome::Answers(answers) => answers,
             ElicitationOutcome::Superseded(_) if self.is_superseded() => {
                 return Err(superseded_error());
             }
-            ElicitationOutcome::Superseded(_) if context.ct.is_cancelled() => {
+            ElicitationOutcome::Superseded(_) if request.canceled.is_cancelled() => {
                 return Err(self.handle_disconnect(ticket, call).await);
             }
             ElicitationOutcome::Superseded(response) => return Ok(response),
@@ -370,7 +369,7 @@ impl<'a> ToolCallWaiter<'a> {
     }
 
     fn deliveries(&self) -> Option<&ResponseDeliveries> {
-        http_parts(&self.scope.context.extensions)?.extensions.get::<ResponseDeliveries>()
+        self.scope.request.attached::<ResponseDeliveries>()
     }
 
     /// Returns the response of a call, which the transport delivers next.
@@ -401,7 +400,7 @@ impl<'a> ToolCallWaiter<'a> {
         if self.is_superseded() {
             return superseded_error();
         }
-        let over_http = http_parts(&self.scope.context.extensions).is_some();
+        let over_http = self.scope.request.http.is_some();
         let stream_only = over_http && self.client.revision == ProtocolRevision::Modern;
         if stream_only && call.origin.idempotency_key.is_some() {
             return ErrorData::internal_error("the client disconnected", None);

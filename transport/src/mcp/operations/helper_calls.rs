@@ -15,7 +15,6 @@ use toolcrib::calls::Until;
 use toolcrib::domain::fault::{Code, Fault};
 
 use super::call::{self, ToolDiscovery};
-use crate::mcp::request::McpClientInfo;
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_list::helper_tools::{
     CALL, CALL_RESULT, CallResultArgs, CatalogueCallArgs, DESCRIBE, DescribeArgs, SEARCH,
@@ -180,7 +179,7 @@ async fn call_result(
     scope: RequestScope<'_>,
     arguments: Option<JsonObject>,
 ) -> Result<CallToolResponse, ErrorData> {
-    let RequestScope { shared, view, context, .. } = scope;
+    let RequestScope { shared, view, request, .. } = scope;
     let to_error_result = |fault: Fault| {
         Ok(CallToolResponse::Complete(tool_result::error_result(&fault, None, false)))
     };
@@ -199,15 +198,14 @@ async fn call_result(
     let waiting = shared.engine.calls().wait(&view.caller, &id, Until::EndedWithin(wait_ms));
     let found = tokio::select! {
         // Canceling this request does not cancel the call that it asks about.
-        () = context.ct.cancelled() => {
+        () = request.canceled.cancelled() => {
             return Err(ErrorData::internal_error("canceled by the client", None));
         }
         // A safety margin over the engine's wait, which has a limit of its own.
         found = tokio::time::timeout(Duration::from_millis(wait_ms + 60_000), waiting) => found,
     };
     // The result is one of `call.result`, which declares no output schema.
-    let client = McpClientInfo::from_context(context);
-    let format = ResultFormat::new(None, client.revision).for_client(&client);
+    let format = ResultFormat::new(None, request.client.revision).for_client(&request.client);
     let call = match found {
         Ok(Ok(call)) => call,
         Ok(Err(error)) => {

@@ -3,7 +3,7 @@
 use rmcp::ErrorData;
 use rmcp::model::{CacheScope, ListToolsResult, PaginatedRequestParams};
 
-use crate::mcp::request::{ProtocolRevision, http_parts};
+use crate::mcp::request::ProtocolRevision;
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_list::splice::ToolListSplice;
 use crate::mcp::tool_list::{cursor_after, parse_cursor};
@@ -13,7 +13,7 @@ pub(crate) fn list_tools(
     scope: RequestScope<'_>,
     params: Option<PaginatedRequestParams>,
 ) -> Result<ListToolsResult, ErrorData> {
-    let RequestScope { shared, view, context, .. } = scope;
+    let RequestScope { shared, view, request, .. } = scope;
     let cursor = params.and_then(|params| params.cursor);
     let after = match cursor.as_deref() {
         None => None,
@@ -22,15 +22,13 @@ pub(crate) fn list_tools(
                 .ok_or_else(|| ErrorData::invalid_params("this cursor is not valid", None))?,
         ),
     };
-    let revision = ProtocolRevision::from_context(context);
+    let revision = request.client.revision;
     let list = match shared.uses_search_catalogue(view) {
         true => shared.tool_lists.for_catalogue(),
         false => shared.tool_lists.for_caller(&shared.engine, &view.caller),
     };
     let (prefix, size, form) = (view.prefix(), shared.settings.page_size, scope.name_form());
-    let parts = http_parts(&context.extensions);
-    let splice = parts.and_then(|parts| parts.extensions.get::<ToolListSplice>());
-    let (tools, more) = match splice {
+    let (tools, more) = match request.attached::<ToolListSplice>() {
         Some(splice) if revision == ProtocolRevision::Modern && prefix.is_none() => {
             let (text, more) = list.page_text(after, size, form);
             splice.set_tools(text);

@@ -6,11 +6,9 @@
 
 // Logging belongs to the legacy revisions, whose clients still use it.
 #![allow(deprecated)]
-use rmcp::RoleServer;
 use rmcp::model::{
     LoggingLevel, LoggingMessageNotificationParam, ProgressNotificationParam, ProgressToken,
 };
-use rmcp::service::Peer;
 use serde::Deserialize;
 use serde_json::Value;
 use toolcrib::calls::EventQuery;
@@ -18,7 +16,7 @@ use toolcrib::domain::call::Call;
 use toolcrib::domain::event::{CallEvent, EventData, EventKind};
 use toolcrib::{Caller, Engine};
 
-use crate::mcp::request::ProtocolRevision;
+use crate::mcp::request::{McpPeer, ProtocolRevision};
 use crate::mcp::state::RequestScope;
 
 /// Maximum number of events read at once.
@@ -32,7 +30,7 @@ pub(crate) struct ProgressForwarder {
 struct ProgressSubscription {
     engine: Engine,
     caller: Caller,
-    peer: Peer<RoleServer>,
+    peer: McpPeer,
     token: Option<ProgressToken>,
     level: Option<LoggingLevel>,
     query: EventQuery,
@@ -52,19 +50,19 @@ struct ToolLogMessage {
 impl ProgressForwarder {
     /// Returns a forwarder for this call, which does nothing if the MCP client did not subscribe.
     pub(crate) fn new(scope: RequestScope<'_>, call: &Call) -> Self {
-        let RequestScope { shared, session, view, context } = scope;
-        let token = context.meta.get_progress_token();
+        let RequestScope { shared, session, view, request } = scope;
+        let token = request.meta.get_progress_token();
         // Only tools of MCP servers log. The current revision sets the level with each request,
         // legacy revisions for the whole session; a legacy client that set no level gets `info`.
-        let level = match ProtocolRevision::from_context(context) {
+        let level = match request.client.revision {
             _ if !call.target.traits.mcp_results => None,
-            ProtocolRevision::Modern => context.meta.log_level(),
+            ProtocolRevision::Modern => request.meta.log_level(),
             ProtocolRevision::Legacy => session.level().or(Some(LoggingLevel::Info)),
         };
         let subscription = (token.is_some() || level.is_some()).then(|| ProgressSubscription {
             engine: shared.engine.clone(),
             caller: view.caller.clone(),
-            peer: context.peer.clone(),
+            peer: request.peer.clone(),
             token,
             level,
             query: EventQuery::Call(call.id.clone()),
@@ -138,8 +136,7 @@ impl ProgressSubscription {
         if let Some(message) = progress.get("message").and_then(Value::as_str) {
             param = param.with_message(message);
         }
-        // An error means that the MCP client has disconnected, which ends the wait elsewhere.
-        let _ = self.peer.notify_progress(param).await;
+        self.peer.notify_progress(param).await;
     }
 
     async fn send_log(&self, log: &Value) {
@@ -149,7 +146,7 @@ impl ProgressSubscription {
         }
         let mut param = LoggingMessageNotificationParam::new(logged.level, logged.data);
         param.logger = logged.logger;
-        let _ = self.peer.notify_logging_message(param).await;
+        self.peer.notify_log(param).await;
     }
 }
 
