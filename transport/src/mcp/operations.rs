@@ -7,6 +7,7 @@
 
 pub(super) mod call;
 pub(super) mod elicitation;
+pub(super) mod event_stream;
 pub(super) mod events;
 pub(super) mod helper_calls;
 pub(super) mod list_tools;

@@ -30,7 +30,9 @@ use super::events::subscriptions::EventSubscriptions;
 use super::events::webhook::EventSender;
 use super::operations::call::{self, ToolDiscovery};
 use super::operations::notifications::{self, LegacySessions};
-use super::operations::{events, helper_calls, list_tools, prompts, resources, tasks};
+use super::operations::{
+    event_stream, events, helper_calls, list_tools, prompts, resources, tasks,
+};
 use super::param_errors;
 use super::passthrough::{EmptyPassthrough, PassthroughProvider};
 use super::request::{
@@ -360,6 +362,9 @@ impl ServerHandler for McpHandler {
         context: RequestContext<RoleServer>,
     ) -> Result<CustomResult, ErrorData> {
         let view = self.view(&context.extensions);
+        if request.method == event_stream::EVENT_STREAM {
+            return event_stream::stream(self.shared(), view, &request, &context).await;
+        }
         match events::handle(self.shared(), view, &request).await {
             Some(result) => result,
             None => Err(param_errors::explain_rejection(&request)),

@@ -66,6 +66,68 @@ async fn events_are_listed_and_polled_from_a_cursor() {
 }
 
 #[tokio::test]
+async fn a_poll_waits_for_an_event_and_leaves_old_ones_out() {
+    let server = event_server().await;
+    let api = server.api();
+    let client = Mcp::modern(&api);
+    let poll = async |params: Value| client.ask("events/poll", params).await.result();
+    let start = poll(json!({ "name": "tool_call.ended" })).await;
+    let call = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    api.finished(&call).await;
+    let ended = poll(json!({ "name": "tool_call.ended", "cursor": start["cursor"] })).await;
+    let again = json!({ "name": "tool_call.ended", "cursor": ended["cursor"],
+        "timeoutMs": 30_000 });
+    let (waited, later) = tokio::join!(poll(again), async {
+        // The poll waits: it has no event before this call.
+        api.invoke("calculation.eval", json!({ "expression": "2" })).await
+    });
+    assert_eq!(waited["events"][0]["data"]["tool_call_id"], later.as_str(), "{waited}");
+    let old = json!({ "name": "tool_call.ended", "cursor": start["cursor"], "maxAgeMs": 0 });
+    let old = poll(old).await;
+    assert_eq!((&old["events"], &old["truncated"]), (&json!([]), &json!(true)), "{old}");
+}
+
+#[tokio::test]
+async fn a_stream_carries_events_from_a_cursor_with_the_id_of_its_request() {
+    let server = event_server().await;
+    let api = server.api();
+    let client = Mcp::modern(&api);
+    let listed = client.ask("events/list", json!({})).await.result();
+    assert_eq!(listed["events"][0]["delivery"], json!(["poll", "push", "webhook"]));
+    let params = json!({ "name": "tool_call.ended", "arguments": { "tool": "calculation.*" } });
+    let mut stream = client.open("events/stream", params.clone()).await;
+    let active = stream.until("notifications/events/active").await;
+    let request_id = active["params"]["_meta"]["io.modelcontextprotocol/subscriptionId"].clone();
+    assert!(request_id.is_number(), "{active}");
+    let cursor = active["params"]["cursor"].clone();
+    assert!(cursor.is_string() && active["params"]["truncated"] == false, "{active}");
+    let mut calls = Vec::new();
+    for expression in ["1", "2"] {
+        calls.push(api.invoke("calculation.eval", json!({ "expression": expression })).await);
+    }
+    for call in &calls {
+        let event = stream.until("notifications/events/event").await["params"].clone();
+        assert_eq!(event["data"]["tool_call_id"], call.as_str(), "{event}");
+        assert_eq!(event["name"], "tool_call.ended");
+        assert!(event["eventId"].is_string() && event["timestamp"].is_string(), "{event}");
+        assert!(event["cursor"].is_string(), "{event}");
+        assert_eq!(event["_meta"]["io.modelcontextprotocol/subscriptionId"], request_id);
+    }
+    drop(stream);
+    // Another stream continues at the cursor.
+    let mut params = params;
+    params["cursor"] = cursor;
+    let mut stream = client.open("events/stream", params).await;
+    let event = stream.until("notifications/events/event").await;
+    assert_eq!(event["params"]["data"]["tool_call_id"], calls[0].as_str(), "{event}");
+    let wrong = json!({ "name": "no.such" });
+    client.ask("events/stream", wrong).await.error(-32011);
+    // A session has no stream that belongs to one request.
+    let session = Mcp::legacy(&api).await;
+    session.ask("events/stream", json!({ "name": "tool_call.ended" })).await.error(-32014);
+}
+
+#[tokio::test]
 async fn a_verified_subscriber_gets_every_event_once_more_after_a_failure_and_a_restart() {
     let server = event_server().await;
     let root = server.keyed("default", "root", "admin", &[]).await;

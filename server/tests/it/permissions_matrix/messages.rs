@@ -35,6 +35,7 @@ const MCP_METHODS: &[(&str, &str, &str)] = &[
     ("on_custom_request", "toolcrib/none", "UEEEEEEE"),
     ("on_custom_request", "events/list", "UAAAAAAA"),
     ("on_custom_request", "events/poll", "UAAAAAAA"),
+    ("on_custom_request", "events/stream", "UAAAAAAA"),
     ("on_custom_request", "events/subscribe", "UEEEEEEE"),
     ("on_custom_request", "events/unsubscribe", "UEEEEEEE"),
     ("set_level", "logging/setLevel", "UAAAAAAA"),
@@ -100,6 +101,7 @@ fn mcp_params(fixture: &Fixture, method: &str) -> Value {
         "logging/setLevel" => json!({ "level": "info" }),
         "subscriptions/listen" => json!({ "notifications": { "toolsListChanged": true } }),
         "events/poll" => json!({ "name": "tool_call.ended", "maxEvents": 1 }),
+        "events/stream" => json!({ "name": "tool_call.ended" }),
         "events/unsubscribe" => json!({ "id": "sub_none" }),
         "toolcrib/none" => json!({}),
         _ => json!({}),
@@ -133,7 +135,7 @@ async fn mcp_cell(fixture: &Fixture, api: &Api, method: &str) -> char {
     if method == "tasks/cancel" {
         params["taskId"] = fixture.callers[1].invoke("a.tool", json!({})).await.into();
     }
-    if method == "subscriptions/listen" {
+    if matches!(method, "subscriptions/listen" | "events/stream") {
         assert_eq!(client.revision, MODERN);
         return letter(client.request(method, params).send().await.unwrap().status().as_u16());
     }
@@ -160,8 +162,11 @@ async fn every_mcp_method_answers_every_role_as_expected() {
     // Methods that the MCP library does not know.
     let source = include_str!("../../../../transport/src/mcp/operations/events.rs");
     let lines = source.lines().filter_map(|line| line.trim_start().strip_prefix('"'));
-    let methods: BTreeSet<&str> =
+    let mut methods: BTreeSet<&str> =
         lines.filter_map(|line| Some(line.split_once("\" => ")?.0)).collect();
+    let source = include_str!("../../../../transport/src/mcp/operations/event_stream.rs");
+    let named = source.split("EVENT_STREAM: &str = \"").nth(1);
+    methods.extend(named.and_then(|rest| rest.split('"').next()));
     let expected = MCP_METHODS.iter().map(|(_, method, _)| *method);
     let expected: BTreeSet<&str> = expected.filter(|m| m.starts_with("events/")).collect();
     assert_eq!(methods, expected, "methods without an expectation, or the other way round");

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use toolcrib_sources::mcp::McpServerSettings;
 
 use super::{call, http_upstream, result_text, wait_for_state};
+use crate::support::mcp::Mcp;
 use crate::support::upstream::program;
 
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
@@ -340,4 +341,43 @@ async fn a_response_to_another_request_ends_with_outcome_unknown() {
     let ended = call(&server.operator(), "fixture.pay", json!({})).await;
     assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
     assert!(ended.to_string().contains("another request"), "{ended}");
+}
+
+#[tokio::test]
+async fn logs_of_a_call_reach_the_request_that_asks_for_them() {
+    let url = start_mcp_server(|request| match metadata_response(request, &tools()) {
+        Some(response) => (JSON, response.to_string()).into_response(),
+        None => {
+            let level = &request["params"]["_meta"]["io.modelcontextprotocol/logLevel"];
+            let log = json!({ "jsonrpc": "2.0", "method": "notifications/message",
+                "params": { "level": "warning", "logger": "disk", "data": { "left": 3 } } });
+            let logs = if level.is_string() { format!("data: {log}\n\n") } else { String::new() };
+            let done = done_response(request);
+            (STREAM, format!("{logs}data: {done}\n\n")).into_response()
+        }
+    })
+    .await;
+    let server = super::server(vec![http_upstream(&url)]).await;
+    let api = server.operator();
+    wait_for_state(&api, "fixture", "ready").await;
+    let client = Mcp::modern(&api);
+    for (level, count) in [(Some("info"), 1), (Some("error"), 0), (None, 0)] {
+        let mut params = json!({ "name": "fixture__fine", "arguments": {} });
+        if let Some(level) = level {
+            params["_meta"] = json!({ "io.modelcontextprotocol/logLevel": level });
+        }
+        let response = client.ask("tools/call", params).await;
+        assert_eq!(response.result()["content"][0]["text"], "done", "{}", response.text);
+        let logs: Vec<&Value> = response
+            .messages
+            .iter()
+            .filter(|message| message["method"] == "notifications/message")
+            .map(|message| &message["params"])
+            .collect();
+        assert_eq!(logs.len(), count, "{level:?}: {}", response.text);
+        for log in logs {
+            assert_eq!(log["logger"], "fixture.disk");
+            assert_eq!(log["data"], json!({ "left": 3 }));
+        }
+    }
 }

@@ -16,7 +16,7 @@ use rmcp::model::{
 };
 use rmcp::service::{InboundStreamOrigin, NotificationContext, RequestContext};
 use rmcp::{ClientHandler, ErrorData, RoleClient};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
 use tokio::time::Instant;
 use toolcrib::AttemptProgress;
@@ -373,6 +373,18 @@ pub(super) fn to_progress(notification: ProgressNotificationParam) -> AttemptPro
         data.insert("total".to_owned(), total.into());
     }
     AttemptProgress { percent, message: notification.message, data: Some(Value::Object(data)) }
+}
+
+/// Converts a log message of a tool, in JSON, to Toolcrib's form, with the upstream's name before the
+/// logger's.
+pub(super) fn log_to_progress(upstream: &str, message: &str) -> Option<AttemptProgress> {
+    let message: LoggingMessageNotificationParam = serde_json::from_str(message).ok()?;
+    let logger = match &message.logger {
+        Some(logger) => format!("{upstream}.{logger}"),
+        None => upstream.to_owned(),
+    };
+    let log = json!({ "level": message.level, "logger": logger, "data": message.data });
+    Some(AttemptProgress { percent: None, message: None, data: Some(json!({ "log": log })) })
 }
 
 /// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks.

@@ -23,7 +23,7 @@ use toolcrib_protocol::sse::SseParser;
 use super::authorized_client::AuthorizedClient;
 use super::http_error::root_cause;
 use super::message_limit::{BodyError, MAX_MESSAGE_BYTES, read_body};
-use super::server_requests::{client_config, to_progress};
+use super::server_requests::{client_config, log_to_progress, to_progress};
 
 const REVISION: &str = "2026-07-28";
 
@@ -170,8 +170,9 @@ impl StatelessCallClient {
                 None => request,
             }
         });
+        let request = SentRequest { id, tool: &attempt.tool, progress };
         match sent.await {
-            Ok(answer) => read_response(answer, id, progress).await,
+            Ok(answer) => read_response(answer, &request).await,
             Err(error) if error.is_connect() => {
                 StatelessCallResponse::NotSent("it cannot be reached".to_owned())
             }
@@ -180,16 +181,41 @@ impl StatelessCallClient {
     }
 }
 
-async fn read_response(
-    mut answer: Response,
+/// A request that waits for its response.
+struct SentRequest<'a> {
     id: u64,
-    progress: &ProgressSink,
-) -> StatelessCallResponse {
+    /// Toolcrib's name of the tool.
+    tool: &'a str,
+    progress: &'a ProgressSink,
+}
+
+impl SentRequest<'_> {
+    /// Reports the content of a notification that precedes the response.
+    fn report(&self, method: Option<&str>, params: Option<&RawValue>) {
+        let Some(params) = params else { return };
+        let report = match method {
+            Some("notifications/progress") => {
+                let read = serde_json::from_str::<ProgressNotificationParam>(params.get());
+                read.ok().map(to_progress)
+            }
+            Some("notifications/message") => {
+                let upstream = self.tool.split('.').next().unwrap_or_default();
+                log_to_progress(upstream, params.get())
+            }
+            _ => None,
+        };
+        if let Some(report) = report {
+            (self.progress)(report);
+        }
+    }
+}
+
+async fn read_response(mut answer: Response, request: &SentRequest<'_>) -> StatelessCallResponse {
     let status = answer.status();
     let kind = answer.headers().get("content-type").and_then(|kind| kind.to_str().ok());
     let kind = kind.unwrap_or_default();
     if status.is_success() && kind.starts_with("text/event-stream") {
-        return read_event_stream(&mut answer, id, progress).await;
+        return read_event_stream(&mut answer, request).await;
     }
     let after_ms = retry_after_ms(answer.headers());
     if status == StatusCode::TOO_MANY_REQUESTS {
@@ -205,7 +231,7 @@ async fn read_response(
     };
     // Gateways and issuers refuse with JSON that is not JSON-RPC.
     let is_message = is_json && (status.is_success() || is_json_rpc(&body));
-    if is_message && let Some(response) = interpret_message(&body, id, progress) {
+    if is_message && let Some(response) = interpret_message(&body, request) {
         return response;
     }
     match status {
@@ -228,8 +254,7 @@ fn is_json_rpc(text: &[u8]) -> bool {
 /// Reads server-sent events until the one with the response.
 async fn read_event_stream(
     answer: &mut Response,
-    id: u64,
-    progress: &ProgressSink,
+    request: &SentRequest<'_>,
 ) -> StatelessCallResponse {
     let mut parser = SseParser::with_max_event_bytes(MAX_MESSAGE_BYTES);
     let mut seen = 0_u32;
@@ -248,7 +273,7 @@ async fn read_event_stream(
             return StatelessCallResponse::Unknown(too_large.to_string());
         };
         for event in events.iter().filter(|event| !event.data.is_empty()) {
-            if let Some(response) = interpret_message(event.data.as_bytes(), id, progress) {
+            if let Some(response) = interpret_message(event.data.as_bytes(), request) {
                 return response;
             }
             seen += 1;
@@ -266,13 +291,8 @@ async fn read_event_stream(
 /// Maximum number of messages, besides the response, that one call may produce.
 const MAX_EVENTS_PER_CALL: u32 = 20_000;
 
-/// Interprets a message for the request with this id. Returns `None` while its response is still to
-/// come.
-fn interpret_message(
-    text: &[u8],
-    id: u64,
-    progress: &ProgressSink,
-) -> Option<StatelessCallResponse> {
+/// Interprets a message for a request. Returns `None` while its response is still to come.
+fn interpret_message(text: &[u8], request: &SentRequest<'_>) -> Option<StatelessCallResponse> {
     let garbled =
         || Some(StatelessCallResponse::Unknown("its response is not an MCP message".to_owned()));
     let Ok(message) = serde_json::from_slice::<RawRpcMessage<'_>>(text) else { return garbled() };
@@ -282,20 +302,14 @@ fn interpret_message(
     }
     // An error for an unparsable request has no id; every other response has the request's id.
     let unread = message.error.is_some() && message.id.is_none();
-    if answers && !unread && message.id != Some(id.into()) {
+    if answers && !unread && message.id != Some(request.id.into()) {
         return None;
     }
     if let Some(error) = message.error {
         return Some(StatelessCallResponse::Error(error));
     }
     let Some(result) = message.result else {
-        if message.method == Some("notifications/progress")
-            && let Some(params) = message.params
-            && let Ok(notification) =
-                serde_json::from_str::<ProgressNotificationParam>(params.get())
-        {
-            progress(to_progress(notification));
-        }
+        request.report(message.method, message.params);
         return None;
     };
     let text = result.get();
@@ -320,7 +334,8 @@ mod tests {
 
     fn interpret(text: &str) -> Option<StatelessCallResponse> {
         let sink: ProgressSink = Arc::new(|_| {});
-        interpret_message(text.as_bytes(), 1, &sink)
+        let request = SentRequest { id: 1, tool: "up.tool", progress: &sink };
+        interpret_message(text.as_bytes(), &request)
     }
 
     #[test]

@@ -46,6 +46,9 @@ pub(in crate::mcp) struct EventSubscriptionRecord {
     pub(in crate::mcp) position: u64,
     /// End of the subscription in Unix milliseconds; `None` for one without an end.
     pub(in crate::mcp) expires_ms: Option<u64>,
+    /// Events before this time are left out. In Unix milliseconds.
+    #[serde(default)]
+    pub(in crate::mcp) not_before_ms: Option<i64>,
 }
 
 impl EventSubscriptionRecord {
@@ -68,6 +71,7 @@ impl EventSubscriptionRecord {
             secret,
             position: 0,
             expires_ms: None,
+            not_before_ms: None,
         }
     }
 
@@ -232,6 +236,7 @@ impl EventSubscriptions {
         };
         let filter: EventFilter =
             serde_json::from_value(record.arguments.clone()).unwrap_or_default();
+        let filter = filter.with_start(record.not_before_ms);
         let mut position = record.position;
         loop {
             let page = tokio::select! {
@@ -283,6 +288,7 @@ impl EventSubscriptions {
         }
     }
 
+    /// Makes one attempt. Returns false if it must be repeated.
     async fn deliver_once(
         &self,
         id: &str,
@@ -298,7 +304,7 @@ impl EventSubscriptions {
                 active.status.last_delivery_ms = Some(jiff::Timestamp::now().as_millisecond());
             }
         }
-        sent.is_ok()
+        matches!(sent, Ok(()) | Err(DeliveryProblem::Rejected))
     }
 
     /// Stores the position of an accepted event. If that fails, the event is delivered again after

@@ -31,9 +31,23 @@ pub(in crate::mcp) enum EventType {
 pub(in crate::mcp) struct EventFilter {
     tool: Option<String>,
     run_id: Option<String>,
+    /// Earlier events are left out. In Unix milliseconds.
+    #[serde(skip)]
+    not_before_ms: Option<i64>,
 }
 
 impl EventFilter {
+    /// Returns a filter that also leaves out events that are older now.
+    pub(in crate::mcp) fn with_max_age(self, max_age_ms: Option<u64>) -> Self {
+        let now_ms = jiff::Timestamp::now().as_millisecond();
+        self.with_start(max_age_ms.map(|age_ms| now_ms.saturating_sub_unsigned(age_ms)))
+    }
+
+    /// Returns a filter that also leaves out events before a time.
+    pub(in crate::mcp) fn with_start(self, not_before_ms: Option<i64>) -> Self {
+        Self { not_before_ms, ..self }
+    }
+
     fn matches(&self, call: &Call) -> bool {
         let is_tool =
             self.tool.as_ref().is_none_or(|pattern| pattern_matches(pattern, &call.tool_name));
@@ -47,6 +61,8 @@ pub(in crate::mcp) struct EventPage {
     pub(in crate::mcp) occurrences: Vec<(u64, Value)>,
     /// The position up to which all occurrences are in this page.
     pub(in crate::mcp) position: u64,
+    /// True if occurrences are left out because of their age.
+    pub(in crate::mcp) skipped: bool,
 }
 
 impl EventType {
@@ -110,7 +126,7 @@ impl EventType {
         json!({
             "name": self.name(),
             "description": self.description(),
-            "delivery": ["poll", "webhook"],
+            "delivery": ["poll", "push", "webhook"],
             "inputSchema": { "type": "object", "properties": input, "additionalProperties": false },
             "payloadSchema": { "type": "object", "properties": payload },
         })
@@ -157,21 +173,27 @@ impl EventType {
             return Ok(Some(EventPage {
                 occurrences: vec![(version, occurrence)],
                 position: version,
+                skipped: false,
             }));
         }
         let calls = engine.calls();
         let events = calls.events(caller, &EventQuery::Project, after, EVENT_PAGE_SIZE).await?;
         let Some(position) = events.last().map(|event| event.number) else { return Ok(None) };
-        let mut occurrences = Vec::new();
+        let (mut occurrences, mut skipped) = (Vec::new(), false);
         for event in events.iter().filter(|event| self.includes(event.record.kind)) {
             // A call that is purged meanwhile has no details any more.
             let Ok(call) = calls.call(caller, &event.call_id).await else { continue };
-            if filter.matches(&call) {
+            if !filter.matches(&call) {
+                continue;
+            }
+            if filter.not_before_ms.is_some_and(|start_ms| (event.record.at_ms as i64) < start_ms) {
+                skipped = true;
+            } else {
                 let occurrence = self.call_occurrence(engine, event, &call);
                 occurrences.push((event.number, occurrence));
             }
         }
-        Ok(Some(EventPage { occurrences, position }))
+        Ok(Some(EventPage { occurrences, position, skipped }))
     }
 
     fn call_occurrence(self, engine: &Engine, event: &CallEvent, call: &Call) -> Value {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
+use reqwest::StatusCode;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use toolcrib_protocol::outbound::{OutboundPolicy, is_loopback_host};
@@ -24,6 +25,8 @@ pub(in crate::mcp) enum DeliveryProblem {
     ConnectionRefused,
     Timeout,
     ClientError,
+    /// The receiver does not want this message, and no repetition of it.
+    Rejected,
     ServerError,
     ChallengeFailed,
 }
@@ -34,7 +37,7 @@ impl DeliveryProblem {
         match self {
             Self::ConnectionRefused => "connection_refused",
             Self::Timeout => "timeout",
-            Self::ClientError => "http_4xx",
+            Self::ClientError | Self::Rejected => "http_4xx",
             Self::ServerError => "http_5xx",
             Self::ChallengeFailed => "challenge_failed",
         }
@@ -147,7 +150,10 @@ impl EventSender {
             Ok(response) if response.status().is_server_error() => {
                 Err(DeliveryProblem::ServerError)
             }
-            Ok(_) => Err(DeliveryProblem::ClientError),
+            Ok(response) => match response.status() {
+                StatusCode::GONE | StatusCode::PAYLOAD_TOO_LARGE => Err(DeliveryProblem::Rejected),
+                _ => Err(DeliveryProblem::ClientError),
+            },
             Err(error) if error.is_timeout() => Err(DeliveryProblem::Timeout),
             Err(_) => Err(refused),
         }

@@ -27,6 +27,9 @@ const MAX_EVENTS: usize = 200;
 /// Maximum time to read the events of one poll.
 const POLL_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Maximum time that a poll waits for an event.
+const MAX_POLL_WAIT_MS: u64 = 30_000;
+
 /// Default and maximum lifetime of a subscription.
 const DEFAULT_TTL_MS: u64 = 24 * 3_600_000;
 const MAX_TTL_MS: u64 = 30 * 24 * 3_600_000;
@@ -40,6 +43,11 @@ struct PollParams {
     cursor: Option<String>,
     #[serde(rename = "maxEvents", default)]
     max_events: Option<usize>,
+    #[serde(rename = "maxAgeMs", default)]
+    max_age_ms: Option<u64>,
+    /// The time to wait for an event if there is none.
+    #[serde(rename = "timeoutMs", default)]
+    timeout_ms: u64,
 }
 
 #[derive(Deserialize)]
@@ -50,6 +58,8 @@ struct SubscribeParams {
     delivery: DeliveryParams,
     #[serde(default)]
     cursor: Option<String>,
+    #[serde(rename = "maxAgeMs", default)]
+    max_age_ms: Option<u64>,
     /// Absent for the default; null for a subscription without an end.
     #[serde(rename = "ttlMs", default, deserialize_with = "present")]
     ttl_ms: Option<Option<u64>>,
@@ -64,7 +74,7 @@ struct DeliveryParams {
     secret: Option<String>,
 }
 
-fn empty_object() -> Value {
+pub(super) fn empty_object() -> Value {
     json!({})
 }
 
@@ -72,7 +82,8 @@ fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<u
     Option::<u64>::deserialize(value).map(Some)
 }
 
-fn error(code: i32, message: impl Into<String>, data: Value) -> ErrorData {
+/// Returns an error of the extension.
+pub(super) fn event_error(code: i32, message: impl Into<String>, data: Value) -> ErrorData {
     ErrorData::new(ErrorCode(code), message.into(), Some(data))
 }
 
@@ -95,7 +106,7 @@ pub(crate) async fn handle(
     }))
 }
 
-fn parse<T: DeserializeOwned>(request: &CustomRequest) -> Result<T, ErrorData> {
+pub(super) fn parse<T: DeserializeOwned>(request: &CustomRequest) -> Result<T, ErrorData> {
     let params = request.params.clone().unwrap_or_default();
     serde_json::from_value(params).map_err(|problem| {
         let message = format!("the params of {} cannot be read: {problem}", request.method);
@@ -103,11 +114,14 @@ fn parse<T: DeserializeOwned>(request: &CustomRequest) -> Result<T, ErrorData> {
     })
 }
 
-fn parse_event(name: &str, arguments: &Value) -> Result<(EventType, EventFilter), ErrorData> {
+pub(super) fn parse_event(
+    name: &str,
+    arguments: &Value,
+) -> Result<(EventType, EventFilter), ErrorData> {
     let kind = EventType::parse(name).ok_or_else(|| {
         let excerpt: String = name.chars().take(80).collect();
         let message = format!("there is no event \"{excerpt}\"");
-        error(error_code::NOT_FOUND, message, json!({ "kind": "event" }))
+        event_error(error_code::NOT_FOUND, message, json!({ "kind": "event" }))
     })?;
     let filter = serde_json::from_value(arguments.clone()).map_err(|problem| {
         ErrorData::invalid_params(format!("arguments of {name}: {problem}"), None)
@@ -115,7 +129,7 @@ fn parse_event(name: &str, arguments: &Value) -> Result<(EventType, EventFilter)
     Ok((kind, filter))
 }
 
-fn parse_cursor(cursor: Option<&str>) -> Result<Option<u64>, ErrorData> {
+pub(super) fn parse_cursor(cursor: Option<&str>) -> Result<Option<u64>, ErrorData> {
     let parsed = cursor.map(str::parse).transpose();
     parsed.map_err(|_| ErrorData::invalid_params("this cursor is not valid", None))
 }
@@ -125,7 +139,8 @@ fn list_events() -> Value {
     json!({ "events": events })
 }
 
-/// Returns the events after a cursor; without one, a cursor for the events from now on.
+/// Returns the events after a cursor; without one, a cursor for the events from now on. Waits for
+/// an event if there is none and the MCP client allows it.
 async fn poll(
     shared: &McpTransportState,
     view: &CallerView,
@@ -133,18 +148,27 @@ async fn poll(
 ) -> Result<Value, ErrorData> {
     let params: PollParams = parse(request)?;
     let (kind, filter) = parse_event(&params.name, &params.arguments)?;
+    let filter = filter.with_max_age(params.max_age_ms);
     let (engine, caller) = (&shared.engine, &view.caller);
     let newest = kind.newest(engine, caller).await.map_err(tool_result::protocol_error)?;
     let limit = params.max_events.unwrap_or(DEFAULT_MAX_EVENTS).clamp(1, MAX_EVENTS);
-    let mut position = parse_cursor(params.cursor.as_deref())?.unwrap_or(newest);
-    let (mut events, mut has_more) = (Vec::new(), false);
-    let deadline = tokio::time::Instant::now() + POLL_TIMEOUT;
-    while position < newest && events.len() < limit {
+    let cursor = parse_cursor(params.cursor.as_deref())?;
+    let mut position = cursor.unwrap_or(newest);
+    let (mut events, mut has_more, mut truncated) = (Vec::new(), false, false);
+    let now = tokio::time::Instant::now();
+    let wait = cursor.map_or(0, |_| params.timeout_ms.min(MAX_POLL_WAIT_MS));
+    let wait_end = now + Duration::from_millis(wait);
+    while !has_more && events.len() < limit {
+        let is_waiting = position >= newest;
+        if is_waiting && (!events.is_empty() || wait == 0) {
+            break;
+        }
+        let deadline = if is_waiting { wait_end } else { now + POLL_TIMEOUT };
         let reading = kind.wait_for_page(engine, caller, &filter, position);
-        // The remaining events concern calls that this caller may not read.
+        // The remaining events concern calls that this caller may not read, or there is none.
         let Ok(page) = tokio::time::timeout_at(deadline, reading).await else { break };
         let Some(page) = page.map_err(tool_result::protocol_error)? else { break };
-        position = page.position;
+        truncated |= page.skipped;
         for (number, occurrence) in page.occurrences {
             if events.len() == limit {
                 has_more = true;
@@ -154,12 +178,12 @@ async fn poll(
             events.push(occurrence);
         }
         if !has_more {
-            position = position.max(page.position);
+            position = page.position;
         }
     }
     has_more |= position < newest;
     Ok(json!({
-        "events": events, "cursor": position.to_string(), "truncated": false,
+        "events": events, "cursor": position.to_string(), "truncated": truncated,
         "hasMore": has_more, "nextPollMs": POLL_INTERVAL_MS,
     }))
 }
@@ -172,9 +196,10 @@ async fn subscribe(
 ) -> Result<Value, ErrorData> {
     let params: SubscribeParams = parse(request)?;
     let (kind, _) = parse_event(&params.name, &params.arguments)?;
+    let max_age_ms = params.max_age_ms;
     if let Some(mode) = params.delivery.mode.as_deref().filter(|mode| *mode != "webhook") {
         let data = json!({ "feature": "deliveryMode", "value": mode });
-        return Err(error(error_code::UNSUPPORTED, "only webhooks are subscribed to", data));
+        return Err(event_error(error_code::UNSUPPORTED, "only webhooks are subscribed to", data));
     }
     let caller = &view.caller;
     require_principal(view)?;
@@ -200,14 +225,18 @@ async fn subscribe(
     if earlier.is_none() && events.count(&caller.project) >= MAX_SUBSCRIPTIONS {
         let data = json!({ "limit": "subscriptions", "max": MAX_SUBSCRIPTIONS });
         let message = "the project has too many subscriptions to events";
-        return Err(error(error_code::RESOURCE_EXHAUSTED, message, data));
+        return Err(event_error(error_code::RESOURCE_EXHAUSTED, message, data));
     }
     if !events.is_verified(caller, &record.url) {
         let receiver =
             EventReceiver { url: &record.url, secret: &record.secret, subscription_id: &id };
         events.sender.verify(&receiver).await.map_err(|problem| {
             let message = "the URL did not confirm that it wants messages";
-            error(error_code::CALLBACK_ENDPOINT, message, json!({ "reason": problem.as_str() }))
+            event_error(
+                error_code::CALLBACK_ENDPOINT,
+                message,
+                json!({ "reason": problem.as_str() }),
+            )
         })?;
     }
     record.position = match (&earlier, parse_cursor(params.cursor.as_deref())?) {
@@ -225,6 +254,7 @@ async fn subscribe(
         Some(Some(ttl_ms)) => Some(now_ms + ttl_ms.clamp(60_000, MAX_TTL_MS)),
         None => Some(now_ms + DEFAULT_TTL_MS),
     };
+    record.not_before_ms = max_age_ms.map(|age_ms| (now_ms as i64).saturating_sub_unsigned(age_ms));
     let (position, expires_ms) = (record.position, record.expires_ms);
     events.put(&caller.project, &id, record).await.map_err(tool_result::protocol_error)?;
     let time = |ms: i64| jiff::Timestamp::from_millisecond(ms).unwrap_or_default().to_string();
@@ -248,7 +278,7 @@ fn require_principal(view: &CallerView) -> Result<(), ErrorData> {
         return Ok(());
     }
     let message = "a subscription needs a key or token that may call tools";
-    Err(error(error_code::FORBIDDEN, message, Value::Null))
+    Err(event_error(error_code::FORBIDDEN, message, Value::Null))
 }
 
 async fn unsubscribe(
@@ -268,7 +298,7 @@ async fn unsubscribe(
         true => Ok(json!({})),
         false => {
             let message = "there is no such subscription";
-            Err(error(error_code::NOT_FOUND, message, json!({ "kind": "subscription" })))
+            Err(event_error(error_code::NOT_FOUND, message, json!({ "kind": "subscription" })))
         }
     }
 }
