@@ -118,6 +118,22 @@ async fn deny_comes_before_ask_and_ask_before_allow() {
 }
 
 #[tokio::test]
+async fn a_denial_by_the_name_that_models_use_names_its_rule() {
+    let engine = engine().await;
+    let ada = agent("ada");
+    put(&engine, "all", json!({"verdict": "allow"})).await;
+    assert_eq!(decision(&engine, &ada, "pay__send", json!({"amount": 1})).await, "ok");
+    put(&engine, "no-pay", json!({"verdict": "deny", "tools": ["pay.*"]})).await;
+    for tool in ["pay__send", "pay__no_such_tool"] {
+        assert_eq!(decision(&engine, &ada, tool, json!({"amount": 1})).await, "no-pay", "{tool}");
+    }
+    let audit = engine.admin().audit_log(&Caller::operator("p"), None, 10).await.unwrap();
+    assert!(audit.iter().any(|row| row.entry.subject == "pay.send"), "{audit:?}");
+    let unknown = call(&engine, &ada, "other__tool", json!({})).await.unwrap_err();
+    assert_eq!(unknown.code(), Code::ToolNotFound);
+}
+
+#[tokio::test]
 async fn rules_match_every_attribute_of_the_caller() {
     let engine = engine().await;
     put(&engine, "all", json!({"verdict": "allow"})).await;

@@ -162,8 +162,9 @@ async fn a_rule_or_switch_on_an_agent_holds_for_handoffs_to_it() {
         hand_off(),
         text_reply("I may not."),
         hand_off(),
-        text_reply("I wait."),
+        // The second one is needed if the decision comes after the reply.
         text_reply("Rejected."),
+        text_reply("Rejected later."),
     ])
     .await;
     let (api, operator) = (server.api(), server.operator());
@@ -194,7 +195,8 @@ async fn a_rule_or_switch_on_an_agent_holds_for_handoffs_to_it() {
     operator.post("/v1/approvals/decide", json!({ "decisions": [decision] })).await.is(200);
     let path = format!("/v1/runs/{}?wait_ms=30000", started["run_id"].as_str().unwrap());
     let run = api.get(&path).await.is(200);
-    assert_eq!((&run["answer"], run.get("active_agent")), (&json!("Rejected."), None), "{run}");
+    assert_eq!((&run["status"], run.get("active_agent")), (&json!("SUCCEEDED"), None), "{run}");
+    assert_eq!(run["failed_call_count"], 1, "{run}");
 }
 
 #[tokio::test]
