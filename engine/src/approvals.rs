@@ -53,12 +53,51 @@ pub struct ApprovalPage {
 impl Approvals {
     /// Loads the standing approvals of the store.
     pub(crate) async fn load(&self) -> Result<(), Error> {
-        let now_ms = self.core.wall_ms();
+        let now_ms = self.registry.credentials.now_ms();
         let listed = self.core.store.approvals().standing_approvals(now_ms).await;
-        for standing in listed.map_err(from_store_error)? {
-            self.dispatcher.approval_index.put_standing(standing);
+        let listed = listed.map_err(from_store_error)?.into_iter();
+        for standing in listed.map(StandingApproval::normalized) {
+            if standing.is_active(now_ms) {
+                self.dispatcher.approval_index.put_standing(standing);
+            }
         }
         Ok(())
+    }
+
+    /// Ends standing approvals that have expired or whose run has ended, durably, and removes them
+    /// and the revoked ones from memory. While there are others, the time of day is recorded.
+    pub(crate) async fn end_standing(&self) -> Result<(), Error> {
+        let index = &self.dispatcher.approval_index;
+        let all = index.all_standing();
+        if all.is_empty() {
+            return Ok(());
+        }
+        for standing in all {
+            if self.dispatcher.is_standing_active(&standing).await? {
+                continue;
+            }
+            if standing.revoked_ms.is_none() {
+                self.store_standing_end(standing.clone()).await?;
+            }
+            index.remove_standing(&standing.id);
+        }
+        self.registry.credentials.record_time_if_due().await
+    }
+
+    async fn store_standing_end(&self, standing: StandingApproval) -> Result<(), Error> {
+        let now_ms = self.registry.credentials.now_ms();
+        let end = match standing.is_active(now_ms) {
+            true => "its run has ended",
+            false => "it has expired",
+        };
+        let reason = format!("{} for agent {}: {end}", standing.tool, standing.requester.agent);
+        let server = Caller::new(&standing.project, "toolcrib", Role::Admin, AuthMethod::Local);
+        let (project, action) = (&standing.project, "standing_approval.expired");
+        let audit = self.registry.audit_entry(&server, project, action, &standing.id, &reason);
+        let expires_ms = standing.expires_ms.min(now_ms);
+        let ended = StandingApproval { revoked_ms: Some(now_ms), expires_ms, ..standing };
+        let stored = self.core.store.approvals().put_standing_approval(ended, audit).await;
+        stored.map_err(from_store_error)
     }
 
     /// Requires a caller that sees approvals: all of its project, or those of its own calls.
@@ -115,15 +154,17 @@ impl Approvals {
     }
 
     /// Returns the active standing approvals of the caller's project, oldest first.
-    pub fn standing(&self, caller: &Caller) -> Result<Vec<StandingApproval>, Error> {
+    pub async fn standing(&self, caller: &Caller) -> Result<Vec<StandingApproval>, Error> {
         self.require_reader(caller)?;
-        let now_ms = self.core.wall_ms();
-        let mut all = self.dispatcher.approval_index.standing_of(&caller.project);
-        all.retain(|standing| {
+        let mut active = Vec::new();
+        for standing in self.dispatcher.approval_index.standing_of(&caller.project) {
             let is_own = standing.requester.agent == caller.agent;
-            standing.is_active(now_ms) && (sees_all(caller) || is_own)
-        });
-        Ok(all)
+            let is_visible = sees_all(caller) || is_own;
+            if is_visible && self.dispatcher.is_standing_active(&standing).await? {
+                active.push(standing);
+            }
+        }
+        Ok(active)
     }
 
     /// Revokes a standing approval. Calls that it has released and that have not started ask again.
@@ -133,7 +174,7 @@ impl Approvals {
         id: &str,
     ) -> Result<StandingApproval, Error> {
         self.require_approver(caller)?;
-        let now_ms = self.core.wall_ms();
+        let now_ms = self.registry.credentials.now_ms();
         let found = self.dispatcher.approval_index.standing(id);
         let found = found
             .filter(|standing| standing.project == caller.project && standing.is_active(now_ms));
@@ -148,7 +189,7 @@ impl Approvals {
         let audit = self.registry.audit_entry(caller, &caller.project, action, id, &reason);
         let store = self.core.store.approvals();
         store.put_standing_approval(revoked.clone(), audit).await.map_err(from_store_error)?;
-        self.dispatcher.approval_index.put_standing(revoked.clone());
+        self.dispatcher.approval_index.remove_standing(id);
         Ok(revoked)
     }
 
@@ -166,7 +207,7 @@ impl Approvals {
     }
 
     /// Checks that the caller may decide about this approval: it did not make the call, the rule
-    /// permits it to decide, and no rule denies it.
+    /// permits it to decide, and no rule denies it. A refusal is audited.
     pub(crate) fn check_decider(
         &self,
         caller: &Caller,
@@ -174,6 +215,10 @@ impl Approvals {
         approvers: &[String],
     ) -> Result<(), Error> {
         let refused = |message: String| {
+            let (project, action) = (&caller.project, "approve.denied");
+            let registry = &self.registry;
+            let entry = registry.audit_entry(caller, project, action, &approval.id, &message);
+            registry.record_denial_later(entry);
             let fault = Fault::new(Code::PermissionDenied, message).without_side_effect();
             Err(Error::from(fault))
         };

@@ -20,6 +20,7 @@ pub(crate) mod upstreams;
 use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 
+use audit::denial_log::DenialLog;
 use parking_lot::RwLock;
 use search::SearchIndexes;
 
@@ -43,6 +44,7 @@ pub struct Registry {
     catalog: Arc<SharedCatalog>,
     pub(crate) credentials: CredentialVerifier,
     search_indexes: SearchIndexes,
+    denials: Arc<DenialLog>,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
@@ -117,6 +119,7 @@ impl Registry {
             catalog,
             credentials,
             search_indexes: SearchIndexes::default(),
+            denials: Arc::default(),
             directory_lock: tokio::sync::Mutex::new(()),
             tool_names_in_metrics,
             listeners: OnceLock::new(),

@@ -194,7 +194,7 @@ impl<'a> StandingApprovalBody<'a> {
             args: &standing.args,
             rule_id: &standing.rule_id,
             requested_by: RequesterBody::new(&standing.requester),
-            scope: if standing.run_id.is_some() { "run" } else { "until" },
+            scope: standing.scope.as_str(),
             run_id: standing.run_id.as_deref(),
             expires_at_ms: standing.expires_ms,
             granted_by: &standing.granted_by,

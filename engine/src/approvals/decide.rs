@@ -12,7 +12,7 @@ use crate::calls::commit::together::JointEvent;
 use crate::domain::call::Call;
 use crate::domain::call::approval::{
     Approval, ApprovalDecision, ApprovalScope, ApprovalStatus, MAX_DECISIONS, MAX_REASON_BYTES,
-    StandingApproval,
+    StandingApproval, UNOBSERVED_RUN_MS,
 };
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
@@ -80,7 +80,7 @@ impl Approvals {
         requests: Vec<DecisionRequest>,
     ) -> Result<Vec<Result<DecisionResult, Error>>, Error> {
         self.require_approver(caller)?;
-        check_requests(&requests, self.core.wall_ms())?;
+        check_requests(&requests, self.registry.credentials.now_ms())?;
         let ids = requests.iter().map(|request| request.approval_id.clone()).collect();
         let found = self.core.store.approvals().approvals_by_id(&caller.project, ids).await;
         let found = found.map_err(from_store_error)?;
@@ -135,7 +135,7 @@ impl Approvals {
             None => None,
         };
         decision.replaced_by = replacement.as_ref().map(|new| new.call.id.clone());
-        let standing = self.build_standing(&approval, &decision, replacement.as_ref(), now_ms);
+        let standing = self.build_standing(&approval, &decision, replacement.as_ref()).await?;
         decision.standing_id = standing.as_ref().map(|standing| standing.id.clone());
         let verdict = match (request.verdict, &replacement) {
             (DecisionVerdict::Reject, _) => ApprovalVerdict::Reject,
@@ -186,15 +186,14 @@ impl Approvals {
         entries
     }
 
-    fn build_standing(
+    async fn build_standing(
         &self,
         approval: &Approval,
         decision: &ApprovalDecision,
         replacement: Option<&Replacement>,
-        now_ms: u64,
-    ) -> Option<StandingApproval> {
+    ) -> Result<Option<StandingApproval>, Error> {
         if decision.scope == ApprovalScope::Once {
-            return None;
+            return Ok(None);
         }
         let request = &approval.request;
         // Other arguments that no rule asks about need no standing approval.
@@ -202,11 +201,22 @@ impl Approvals {
             Some(Replacement { call, binding: Some((rule_id, digest)) }) => {
                 (call.target.args.clone(), digest.clone(), rule_id.clone())
             }
-            Some(_) => return None,
+            Some(_) => return Ok(None),
             None => (request.args.clone(), request.digest.clone(), request.rule_id.clone()),
         };
-        let limit_ms = now_ms.saturating_add(MAX_STANDING_MS);
-        Some(StandingApproval {
+        let run_id = (decision.scope == ApprovalScope::Run).then(|| request.run_id.clone());
+        let ends_with_run = match &run_id {
+            Some(run_id) => {
+                let run = self.core.store.runs().run(&approval.project, run_id).await;
+                run.map_err(from_store_error)?.is_some()
+            }
+            None => false,
+        };
+        let is_unobserved = run_id.is_some() && !ends_with_run;
+        let longest_ms = if is_unobserved { UNOBSERVED_RUN_MS } else { MAX_STANDING_MS };
+        let now_ms = self.registry.credentials.now_ms();
+        let limit_ms = now_ms.saturating_add(longest_ms);
+        Ok(Some(StandingApproval {
             id: self.core.id_generator.next_id("sap_", now_ms),
             project: approval.project.clone(),
             approval_id: approval.id.clone(),
@@ -215,13 +225,15 @@ impl Approvals {
             digest,
             rule_id,
             requester: request.requester.clone(),
-            run_id: (decision.scope == ApprovalScope::Run).then(|| request.run_id.clone()),
+            scope: decision.scope,
+            run_id,
+            ends_with_run,
             expires_ms: decision.until_ms.unwrap_or(limit_ms).min(limit_ms),
             granted_by: decision.by.clone().unwrap_or_default(),
             granted_ms: now_ms,
             revoked_ms: None,
             revoked_by: None,
-        })
+        }))
     }
 
     /// Answers a decision about an approval that is no longer pending: the same decision again has

@@ -28,7 +28,7 @@ use crate::calls::request::{
     CallRequest, build_idempotency_key, parse_unique_args, prepare_arguments, validate_request,
 };
 use crate::calls::speculative_read::{RunningSpeculation, Speculation, SpeculationResult};
-use crate::domain::access_rules::{AccessDecision, RuleAction};
+use crate::domain::access_rules::{AccessDecision, Denial, RuleAction};
 use crate::domain::call::elicitation::Elicitation;
 use crate::domain::call::{Call, Hold, Origin, Status};
 use crate::domain::caller::Caller;
@@ -130,6 +130,9 @@ impl Calls {
         }
         // First, so that a denied caller learns nothing about the tool.
         let decision = self.authorize_unvalidated(&catalog, caller, &request).await?;
+        if found.is_none() {
+            self.refuse_denied_model_name(&catalog, caller, &request).await?;
+        }
         if let Some(tool) = &found {
             self.prepare_schemas(&catalog, caller, tool).await;
         }
@@ -223,6 +226,29 @@ impl Calls {
             enforce_decision(&self.registry, caller, &request.tool, decision.clone()).await?;
         }
         Ok(decision)
+    }
+
+    /// Refuses a name that models use, if it resolves to no tool that the caller may call and a
+    /// rule denies the tool that it stands for. Otherwise the denial would look like a mistake in
+    /// the name, without its rule and without an entry of the audit log. The existence of the tool
+    /// makes no difference.
+    async fn refuse_denied_model_name(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        request: &CallRequest,
+    ) -> Result<(), Error> {
+        let name = request.tool.replace("__", ".").replace("--", "/");
+        if name == request.tool {
+            return Ok(());
+        }
+        let access = AccessRequest { run_id: Some(&request.run_id), ..AccessRequest::named(&name) };
+        match catalog.authorize(caller, RuleAction::Invoke, &access) {
+            decision @ AccessDecision::Denied(Denial { rule_id: Some(_), .. }) => {
+                enforce_decision(&self.registry, caller, &name, decision).await
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Compiles the schemas that accepting a call of this tool needs, if they are not compiled.

@@ -95,6 +95,14 @@ impl RunOwner {
         other.attributes.credential.clone_from(&self.attributes.credential);
         *self == other
     }
+
+    /// Lets the run act with the credentials of the same caller that reopens it. Those that it
+    /// began with may have ended.
+    pub fn renew_credential(&mut self, caller: &Caller) {
+        if self.keyed && caller.attributes.credential.is_some() && self.matches(caller) {
+            self.attributes.credential.clone_from(&caller.attributes.credential);
+        }
+    }
 }
 
 impl From<&Caller> for RunOwner {

@@ -486,6 +486,8 @@ fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
     tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
     tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
+    tasks.spawn(maintenance::repeated_denials::run(engine.registry.clone()));
+    tasks.spawn(maintenance::standing_approvals::run(engine.approvals.clone()));
     tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
     tasks.spawn(maintenance::orphaned_tasks::run(engine.delegation.clone()));
     tasks.spawn(maintenance::wakeup_webhooks::run(engine.utp.clone()));

@@ -29,12 +29,15 @@ pub(crate) async fn run(core: Arc<Core>, retention_ms: u64) {
 /// Deletes every entry that is old enough. Returns the number of deleted entries.
 pub(crate) async fn run_once(core: &Core, retention_ms: u64) -> Result<usize, Error> {
     // The earlier of the two times: a wrong time of day in the future must not delete anything.
-    let before_ms = core.now_ms().min(core.wall_ms()).saturating_sub(retention_ms);
+    let (now_ms, wall_ms) = (core.now_ms(), core.wall_ms());
+    let before_ms = now_ms.min(wall_ms).saturating_sub(retention_ms);
+    // The later one: an entry after both has a wrong time, and must not stop the deletion.
+    let latest_ms = now_ms.max(wall_ms);
     let mut count = 0;
     loop {
         let store = core.store.audit();
-        let deleted =
-            store.prune_audit_log(before_ms, ENTRIES_PER_STEP).await.map_err(from_store_error)?;
+        let deleted = store.prune_audit_log(before_ms, latest_ms, ENTRIES_PER_STEP).await;
+        let deleted = deleted.map_err(from_store_error)?;
         count += deleted;
         if deleted < ENTRIES_PER_STEP || core.shutdown.is_cancelled() {
             return Ok(count);

@@ -1,6 +1,8 @@
 //! The audit log: writes entries with their actor and origin, and reads, verifies and exports the
 //! log.
 
+pub(super) mod denial_log;
+
 use std::future::Future;
 
 use crate::domain::caller::Caller;
@@ -64,6 +66,31 @@ impl Registry {
         reason: &str,
     ) -> AuditEntry {
         build_audit_entry(self.core.wall_ms(), caller, project, action, subject, reason)
+    }
+
+    /// Writes a denial to the audit log before it is answered; repetitions are counted.
+    pub(super) async fn record_denial(&self, entry: AuditEntry) -> Result<(), Error> {
+        self.denials.record(&self.core, entry).await
+    }
+
+    /// Writes a denial to the audit log in the background. For refusals that change nothing and
+    /// that no tool is about.
+    pub(crate) fn record_denial_later(&self, entry: AuditEntry) {
+        // Without a runtime the process is exiting.
+        if tokio::runtime::Handle::try_current().is_err() {
+            return;
+        }
+        let (core, denials) = (self.core.clone(), self.denials.clone());
+        self.core.tasks.spawn(async move {
+            if let Err(error) = denials.record(&core, entry).await {
+                tracing::warn!(%error, "a denial was not audited");
+            }
+        });
+    }
+
+    /// Writes the numbers of repeated denials whose minute is over; of all if `is_last`.
+    pub(crate) async fn write_repeated_denials(&self, is_last: bool) -> Result<(), Error> {
+        self.denials.flush(&self.core, is_last).await
     }
 }
 

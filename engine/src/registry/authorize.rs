@@ -12,15 +12,19 @@ use serde_json::json;
 
 use super::catalog::{Catalog, CatalogEntry, RESULT_READ, RUN_FINISH};
 use crate::domain::access_rules::{self, AccessDecision, Denial, RuleAction};
+use crate::domain::agent::agent_tool_name;
 use crate::domain::caller::{AuthMethod, Caller};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
+use crate::domain::run::handoff::HANDOFF_TOOL_PREFIX;
 use crate::domain::tool::Executor;
 use crate::ports::core::from_store_error;
 use crate::ports::engine_metrics;
 use crate::registry::Registry;
 use crate::registry::catalog::rule_index::ProjectRuleIndex;
-use crate::registry::catalog::rule_index::compiled_rule::{RuleCheck, RuleInput, ToolProperties};
+use crate::registry::catalog::rule_index::compiled_rule::{
+    RuleArguments, RuleCheck, RuleInput, ToolProperties,
+};
 
 /// The object of an access check.
 #[derive(Debug, Clone, Copy)]
@@ -68,7 +72,38 @@ impl Catalog {
             Some(entry) => ToolProperties::Known(entry),
             None => ToolProperties::Unknown,
         };
-        self.authorize_with(caller, action, request, properties)
+        let decision = self.authorize_with(caller, action, request, properties);
+        match properties {
+            ToolProperties::Known(entry) if entry.definition.executor == Executor::HANDOFF => {
+                self.restrict_handoff(caller, action, request, decision)
+            }
+            _ => decision,
+        }
+    }
+
+    /// Applies the rules that deny or ask about an agent to a handoff to it: otherwise a handoff
+    /// would pass a rule on `agent.ID`.
+    fn restrict_handoff(
+        &self,
+        caller: &Caller,
+        action: RuleAction,
+        request: &AccessRequest<'_>,
+        decision: AccessDecision,
+    ) -> AccessDecision {
+        let Some(agent_id) = request.tool.strip_prefix(HANDOFF_TOOL_PREFIX) else {
+            return decision;
+        };
+        let name = agent_tool_name(agent_id);
+        let found = self.find(&caller.project, &name);
+        let properties = found.as_deref().map_or(ToolProperties::Unknown, ToolProperties::Known);
+        let of_agent = AccessRequest { run_id: request.run_id, ..AccessRequest::named(&name) };
+        let agent = self.authorize_without_arguments(caller, action, &of_agent, properties);
+        match (&decision, &agent) {
+            (AccessDecision::Denied(_), _) => decision,
+            (_, AccessDecision::Denied(denial)) if denial.rule_id.is_some() => agent,
+            (AccessDecision::Allowed, AccessDecision::Ask(_)) => agent,
+            _ => decision,
+        }
     }
 
     pub(crate) fn authorize_with(
@@ -81,6 +116,23 @@ impl Catalog {
         let input = self.rule_input(caller, action, request, properties);
         let rules = self.rules.project(&caller.project).map(AsRef::as_ref);
         decide(rules, input, self.is_companion(request.tool))
+    }
+
+    /// Decides about something that never has arguments: a condition on them fails, so that the
+    /// rule denies or asks, and does not allow.
+    pub(super) fn authorize_without_arguments(
+        &self,
+        caller: &Caller,
+        action: RuleAction,
+        request: &AccessRequest<'_>,
+        properties: ToolProperties<'_>,
+    ) -> AccessDecision {
+        let input = RuleInput {
+            args: RuleArguments::Absent,
+            ..self.rule_input(caller, action, request, properties)
+        };
+        let rules = self.rules.project(&caller.project).map(AsRef::as_ref);
+        decide(rules, input, false)
     }
 
     /// Returns true if the tool comes with all others: a caller that may call any may call it.
@@ -102,6 +154,7 @@ impl Catalog {
             now_ms => now_ms,
         };
         let &AccessRequest { tool, args, run_id, .. } = request;
+        let args = args.map_or(RuleArguments::NotYetKnown, RuleArguments::Known);
         RuleInput { caller, action, tool, properties, args, run_id, now_ms }
     }
 
@@ -135,8 +188,14 @@ impl Catalog {
     /// Decides whether the caller may record a call of this name that it executed itself. Only a
     /// rule that denies the name forbids it. No rule needs to allow the name, because Toolcrib
     /// executes nothing for it; whether such a tool exists is irrelevant.
-    pub(crate) fn authorize_reported_call(&self, caller: &Caller, tool: &str) -> AccessDecision {
-        match self.authorize_name(caller, RuleAction::Invoke, tool) {
+    pub(crate) fn authorize_reported_call(
+        &self,
+        caller: &Caller,
+        tool: &str,
+        args: Option<&Json>,
+    ) -> AccessDecision {
+        let request = AccessRequest { args, ..AccessRequest::named(tool) };
+        match self.authorize_with(caller, RuleAction::Invoke, &request, ToolProperties::None) {
             AccessDecision::Denied(Denial { rule_id: None, .. }) if caller.may_invoke() => {
                 AccessDecision::Allowed
             }
@@ -147,14 +206,36 @@ impl Catalog {
 }
 
 impl Catalog {
-    /// Decides about a name that is no tool of the catalog, such as a prompt of an upstream.
+    /// Decides about a name that is no tool of the catalog.
     pub(crate) fn authorize_name(
         &self,
         caller: &Caller,
         action: RuleAction,
         name: &str,
     ) -> AccessDecision {
-        self.authorize_with(caller, action, &AccessRequest::named(name), ToolProperties::None)
+        let request = AccessRequest::named(name);
+        self.authorize_without_arguments(caller, action, &request, ToolProperties::None)
+    }
+
+    /// Decides about a prompt or the resources of an upstream, named `NAME.prompt` and
+    /// `NAME.resources`. They cannot wait for a person, so that a rule that asks refuses them.
+    fn authorize_passthrough(
+        &self,
+        caller: &Caller,
+        action: RuleAction,
+        name: &str,
+    ) -> Result<(), Denial> {
+        let upstream = name.split_once('.').map_or(name, |(upstream, _)| upstream);
+        let properties = ToolProperties::Passthrough { upstream, risk: self.operator_risk(name) };
+        let request = AccessRequest::named(name);
+        match self.authorize_without_arguments(caller, action, &request, properties) {
+            AccessDecision::Allowed => Ok(()),
+            AccessDecision::Ask(ask) => {
+                let reason = format!("{}, which a prompt or resource cannot wait for", ask.reason);
+                Err(Denial { rule_id: Some(ask.rule_id), reason })
+            }
+            AccessDecision::Denied(denial) => Err(denial),
+        }
     }
 }
 
@@ -235,10 +316,29 @@ impl Registry {
         !caller.is_exempt_from_rules() && self.catalog().rules.uses_now(&caller.project)
     }
 
-    /// Returns true if the access rules allow the caller to use this name, be it a tool or another
-    /// feature of an upstream.
-    pub fn is_allowed(&self, caller: &Caller, name: &str) -> bool {
-        !self.catalog().authorize_name(caller, RuleAction::Invoke, name).is_denied()
+    /// Returns true if the access rules allow the caller to use a prompt or the resources of an
+    /// upstream, named `NAME.prompt` and `NAME.resources`.
+    pub fn may_use_passthrough(&self, caller: &Caller, name: &str) -> bool {
+        self.catalog().authorize_passthrough(caller, RuleAction::Invoke, name).is_ok()
+    }
+
+    /// Returns true if lists show the caller a prompt or the resources of an upstream.
+    pub fn may_list_passthrough(&self, caller: &Caller, name: &str) -> bool {
+        let is_listed = |action| self.catalog().authorize_passthrough(caller, action, name).is_ok();
+        is_listed(RuleAction::List) && is_listed(RuleAction::Invoke)
+    }
+
+    /// Checks that the caller may use a prompt or the resources of an upstream. A denial is
+    /// audited; it is answered as an unknown name is.
+    pub async fn check_passthrough_use(&self, caller: &Caller, name: &str) -> Result<bool, Error> {
+        match self.catalog().authorize_passthrough(caller, RuleAction::Invoke, name) {
+            Ok(()) => Ok(true),
+            Err(denial) => {
+                engine_metrics::count_denied();
+                audit_denial(self, caller, name, &denial.reason).await?;
+                Ok(false)
+            }
+        }
     }
 
     /// Refuses to register tools that a rule denies to this provider. The denial is audited.
@@ -254,7 +354,7 @@ impl Registry {
             let AccessDecision::Denied(Denial { rule_id, reason }) = decision else { continue };
             let tool = &entry.definition.name;
             let audited = self.audit_entry(caller, &caller.project, "tool.denied", tool, &reason);
-            self.core.store.append_audit_entry(audited).await.map_err(from_store_error)?;
+            self.record_denial(audited).await?;
             let agent = &caller.agent;
             let message = format!("agent \"{agent}\" may not register \"{tool}\": {reason}");
             let detail = json!({
@@ -266,7 +366,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Refuses an operation that the caller's role permits and a rule denies.
+    /// Refuses an operation that the caller's role permits and a rule denies. The denial is
+    /// audited.
     pub(crate) fn check_action(
         &self,
         caller: &Caller,
@@ -276,6 +377,8 @@ impl Registry {
         match self.catalog().authorize_name(caller, action, name) {
             AccessDecision::Denied(Denial { rule_id, reason }) => {
                 let (agent, word) = (&caller.agent, action.as_str());
+                let (project, kind) = (&caller.project, format!("{word}.denied"));
+                self.record_denial_later(self.audit_entry(caller, project, &kind, name, &reason));
                 let message = format!("agent \"{agent}\" may not {word}: {reason}");
                 let detail = json!({ "agent": agent, "rule_id": rule_id, "reason": reason });
                 let fault = Fault::new(Code::PermissionDenied, message).with_detail(detail);
@@ -322,8 +425,21 @@ pub(crate) async fn enforce_decision(
     Err(denial_fault(caller, tool, &denial).into())
 }
 
-/// Writes a denial to the audit log.
-pub(crate) async fn audit_denial(
+/// Writes the denial of a request to the audit log.
+async fn audit_denial(
+    registry: &Registry,
+    caller: &Caller,
+    tool: &str,
+    reason: &str,
+) -> Result<(), Error> {
+    let excerpt = excerpt_of_name(tool);
+    let entry = registry.audit_entry(caller, &caller.project, "call.denied", &excerpt, reason);
+    registry.record_denial(entry).await
+}
+
+/// Writes to the audit log that a stored call ended because it is denied now. Each such call has
+/// its entry.
+pub(crate) async fn audit_ended_call(
     registry: &Registry,
     caller: &Caller,
     tool: &str,

@@ -58,13 +58,15 @@ impl Catalog {
         call.project == caller.project && self.authorize(caller, action, &request).is_allowed()
     }
 
-    /// Returns true if the caller may do this with a run. A rule on single tools permits nothing
-    /// with a whole run.
+    /// Returns true if the caller may do this with a run. A rule on single tools, on their
+    /// properties or on arguments permits nothing with a whole run, and one that denies or asks
+    /// forbids it: the run may contain calls that the rule is about.
     pub(crate) fn may_access_run(&self, caller: &Caller, action: RuleAction, run: &Run) -> bool {
         let request = AccessRequest { run_id: Some(&run.id), ..AccessRequest::named("") };
-        let properties = ToolProperties::None;
         run.project == caller.project
             && (is_own_run(caller, run)
-                || self.authorize_with(caller, action, &request, properties).is_allowed())
+                || self
+                    .authorize_without_arguments(caller, action, &request, ToolProperties::WholeRun)
+                    .is_allowed())
     }
 }

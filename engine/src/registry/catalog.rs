@@ -19,9 +19,7 @@ use serde_json::json;
 use crate::domain::caller::{AuthMethod, Caller, LOCAL_AGENT, Role};
 use crate::domain::directory::kill_switches::KillSwitchSet;
 use crate::domain::directory::usage_limits::{ConfiguredLimit, UsageLimitSet};
-use crate::domain::directory::{
-    AuditEntry, Client, Directory, DirectoryChange, SessionToken, UnlistedTools,
-};
+use crate::domain::directory::{AuditEntry, Client, Directory, DirectoryChange, UnlistedTools};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
@@ -199,6 +197,11 @@ impl Catalog {
         }
     }
 
+    /// Returns the risk that the operator set for a name that is no tool, else the lowest.
+    pub(super) fn operator_risk(&self, name: &str) -> Risk {
+        self.risks.get(name).copied().unwrap_or(Risk::Low)
+    }
+
     /// Builds the next version and reuses existing entries, and those that a request has just
     /// compiled.
     pub(crate) fn rebuild(
@@ -346,20 +349,6 @@ impl Catalog {
 
     pub(crate) fn directory(&self) -> &Directory {
         &self.directory
-    }
-
-    /// Returns true if the key or session token with this id was revoked.
-    pub(crate) fn is_revoked_credential(&self, id: &str) -> bool {
-        let is_revoked_key = |id: &str| {
-            let mut keys = self.directory.keys.iter();
-            keys.any(|key| key.id == id && key.revoked_ms.is_some())
-        };
-        if !id.starts_with(SessionToken::PREFIX) {
-            return is_revoked_key(id);
-        }
-        let mut tokens = self.directory.session_tokens.iter();
-        let token = tokens.find(|token| token.id == id);
-        token.is_some_and(|token| token.revoked_ms.is_some() || is_revoked_key(&token.key_id))
     }
 
     /// Returns true if this caller's key may adopt a client: it was registered before the server

@@ -5,28 +5,30 @@
 //! A refusal never says which check failed, so that a stolen or guessed secret reveals nothing; the
 //! audit log does ([`crate::registry::sign_ins`]).
 
+mod index;
+
 use core::net::IpAddr;
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ipnet::IpNet;
+use index::Bearer;
 use sha2::{Digest, Sha256};
 
 use crate::domain::caller::{
-    AuthMethod, AuthenticatedCaller, Authenticator, Caller, CallerAttributes, DEFAULT_PROJECT,
-    Role, RoleSet,
+    AuthMethod, AuthenticatedCaller, Authenticator, Caller, DEFAULT_PROJECT, Role,
 };
+use crate::domain::directory::ApiKey;
 use crate::domain::directory::credential::{
-    AssertableAttribute, CredentialStatus, McpPreferences, check_attribute_name, networks_contain,
-    parse_network,
+    AssertableAttribute, McpPreferences, check_attribute_name,
 };
-use crate::domain::directory::{ApiKey, Directory, SessionToken};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::hex;
 use crate::ports::core::{Core, from_store_error};
 use crate::registry::SharedCatalog;
 use crate::registry::sign_ins::{RefusedCredential, SignInLog};
+
+pub(super) use index::CredentialIndex;
+pub(crate) use index::WorkEnd;
 
 /// Time between two records of the time of day, while credentials have an end.
 const TIME_RECORD_INTERVAL_MS: u64 = 10_000;
@@ -85,160 +87,6 @@ impl<'a> Credentials<'a> {
     }
 }
 
-/// A key with what authentication needs of it, prepared.
-struct KeyRecord {
-    key: ApiKey,
-    attributes: Arc<CallerAttributes>,
-    /// The parsed networks. One that cannot be parsed is left out, so that it contains no address.
-    networks: Vec<IpNet>,
-}
-
-impl KeyRecord {
-    fn new(key: &ApiKey) -> Self {
-        let networks = key.attributes.networks.iter().filter_map(|text| parse_network(text).ok());
-        Self {
-            networks: networks.collect(),
-            attributes: Arc::new(key.caller_attributes()),
-            key: key.clone(),
-        }
-    }
-
-    /// Checks that the key is valid now and at this address. An unknown address is in no network.
-    fn check(&self, now_ms: u64, peer: Option<IpAddr>) -> Result<(), &'static str> {
-        match self.key.status(now_ms) {
-            CredentialStatus::Active => {}
-            CredentialStatus::Expired => return Err("the key has expired"),
-            CredentialStatus::Revoked => return Err("the key was revoked"),
-        }
-        let is_within = || peer.is_some_and(|address| networks_contain(&self.networks, address));
-        match self.key.attributes.networks.is_empty() || is_within() {
-            true => Ok(()),
-            false => Err("the key is not valid from this address"),
-        }
-    }
-}
-
-/// The credentials of one version of the directory, by the digests of their secrets.
-#[derive(Default)]
-pub(super) struct CredentialIndex {
-    keys: HashMap<String, KeyRecord>,
-    key_digests: HashMap<String, String>,
-    tokens: HashMap<String, SessionToken>,
-}
-
-impl CredentialIndex {
-    pub(super) fn new(directory: &Directory) -> Self {
-        let keys = directory.keys.iter();
-        let tokens = directory.session_tokens.iter();
-        Self {
-            key_digests: keys.clone().map(|key| (key.id.clone(), key.digest.clone())).collect(),
-            keys: keys.map(|key| (key.digest.clone(), KeyRecord::new(key))).collect(),
-            tokens: tokens.map(|token| (token.digest.clone(), token.clone())).collect(),
-        }
-    }
-
-    fn key_by_id(&self, id: &str) -> Option<&KeyRecord> {
-        self.keys.get(self.key_digests.get(id)?)
-    }
-
-    /// Returns the key with this id, or the one that the session token with this id was made from.
-    fn key_of_credential(&self, id: &str) -> Option<&ApiKey> {
-        let token = || self.tokens.values().find(|token| token.id == id);
-        let key_id = match id.starts_with(SessionToken::PREFIX) {
-            true => token()?.key_id.as_str(),
-            false => id,
-        };
-        self.key_by_id(key_id).map(|record| &record.key)
-    }
-
-    /// Returns the bearer of a key or session token, the attributes that it may assert, and the end
-    /// of the credentials. `None` if no key or token has this digest.
-    fn find_bearer(
-        &self,
-        digest: &str,
-        now_ms: u64,
-        peer: Option<IpAddr>,
-    ) -> Option<Result<Bearer, RefusedCredential>> {
-        if let Some(record) = self.keys.get(digest) {
-            let key = &record.key;
-            let refused = |reason| RefusedCredential::new(key, &key.id, reason);
-            return Some(record.check(now_ms, peer).map_err(refused).map(|()| Bearer {
-                caller: caller_of(key, key.roles, record.attributes.clone()),
-                may_assert: key.attributes.may_assert.clone(),
-                expires_ms: key.expires_ms,
-            }));
-        }
-        let token = self.tokens.get(digest)?;
-        let record = self.key_by_id(&token.key_id)?;
-        let key = &record.key;
-        let refused = |reason| RefusedCredential::new(key, &token.id, reason);
-        let checked = match token.status(now_ms) {
-            CredentialStatus::Active => record.check(now_ms, peer),
-            CredentialStatus::Expired => Err("the session token has expired"),
-            CredentialStatus::Revoked => Err("the session token was revoked"),
-        };
-        Some(checked.map_err(refused).map(|()| Bearer {
-            caller: caller_of(
-                key,
-                key.session_token_roles(),
-                Arc::new(token.caller_attributes(key)),
-            ),
-            // A token is for one user and one session; only its key asserts others.
-            may_assert: Vec::new(),
-            expires_ms: Some(
-                key.expires_ms.map_or(token.expires_ms, |ms| ms.min(token.expires_ms)),
-            ),
-        }))
-    }
-
-    /// Returns true if work that this caller began may go on for it: a valid key has its agent name
-    /// and all its roles, and acts for its user or may assert one. A session token that was revoked
-    /// ends its work; one that expired does not, because the work was accepted before.
-    pub(super) fn has_active_key(&self, caller: &Caller, now_ms: u64) -> bool {
-        if caller.auth_method != AuthMethod::Key {
-            return false;
-        }
-        let credential = caller.attributes.credential.as_deref();
-        let is_it = |token: &&SessionToken| Some(token.id.as_str()) == credential;
-        let token = credential
-            .filter(|id| id.starts_with(SessionToken::PREFIX))
-            .and_then(|_| self.tokens.values().find(is_it));
-        if token.is_some_and(|token| token.status(now_ms) == CredentialStatus::Revoked) {
-            return false;
-        }
-        let is_token = credential.is_some_and(|id| id.starts_with(SessionToken::PREFIX));
-        self.keys.values().any(|record| {
-            let key = &record.key;
-            let roles = if is_token { key.session_token_roles() } else { key.roles };
-            let user = caller.attributes.user.as_deref();
-            let acts_for_user =
-                user == key.attributes.user.as_deref() || key.may_assert(AssertableAttribute::User);
-            key.is_active(now_ms)
-                && key.project == caller.project
-                && key.agent == caller.agent
-                && caller.roles.is_subset(roles)
-                && acts_for_user
-        })
-    }
-
-    /// Returns the active keys.
-    pub(super) fn active_keys(&self, now_ms: u64) -> impl Iterator<Item = &ApiKey> {
-        self.keys.values().map(|record| &record.key).filter(move |key| key.is_active(now_ms))
-    }
-}
-
-fn caller_of(key: &ApiKey, roles: RoleSet, attributes: Arc<CallerAttributes>) -> Caller {
-    let (project, agent) = (key.project.clone(), key.agent.clone());
-    Caller { project, agent, roles, auth_method: AuthMethod::Key, attributes }
-}
-
-/// The bearer of valid credentials.
-struct Bearer {
-    caller: Caller,
-    may_assert: Vec<AssertableAttribute>,
-    expires_ms: Option<u64>,
-}
-
 /// Verifies the credentials of callers, and keeps the time that their ends are compared with.
 pub struct CredentialVerifier {
     core: Arc<Core>,
@@ -276,8 +124,21 @@ impl CredentialVerifier {
     /// Returns true if the credentials of a caller are still valid, for work that goes on without a
     /// request. A token of an external issuer is valid until that work ends.
     pub fn is_credential_active(&self, caller: &Caller) -> bool {
-        let is_key = caller.auth_method == AuthMethod::Key;
-        !is_key || caller.attributes.credential.is_none() || self.has_active_key(caller)
+        self.check_work(caller).is_ok()
+    }
+
+    /// Checks that work of a caller may go on without a request: its key or session token was not
+    /// revoked, and its key has not expired. A caller without a key passes.
+    pub(crate) fn check_work(&self, caller: &Caller) -> Result<(), WorkEnd> {
+        if caller.auth_method != AuthMethod::Key || caller.attributes.credential.is_none() {
+            return Ok(());
+        }
+        self.check_key_work(caller)
+    }
+
+    /// Checks that work which a caller began with a key may go on.
+    pub(crate) fn check_key_work(&self, caller: &Caller) -> Result<(), WorkEnd> {
+        self.catalog.load().credentials.check_work(caller, self.now_ms())
     }
 
     /// Returns the preferences of the caller's key as an MCP client. A caller without a key has
@@ -301,7 +162,7 @@ impl CredentialVerifier {
             invalid_credentials()
         })?;
         let authenticated = assert_attributes(bearer, credentials)?;
-        self.sign_ins.record_first_use(&self.core, &authenticated.caller);
+        self.sign_ins.record_first_use(&self.core, &authenticated.caller, credentials.peer);
         Ok(authenticated)
     }
 
@@ -382,9 +243,9 @@ impl CredentialVerifier {
         self.accepts_issuer_tokens() || self.catalog.load().has_keys()
     }
 
-    /// Returns true if an active key authenticates this caller, or stands for it after a rotation.
+    /// Returns true if the caller has a key, and work that it began with the key may go on.
     pub(crate) fn has_active_key(&self, caller: &Caller) -> bool {
-        self.catalog.load().credentials.has_active_key(caller, self.now_ms())
+        caller.auth_method == AuthMethod::Key && self.check_key_work(caller).is_ok()
     }
 
     /// Returns true if a key with the admin role is valid, or an issuer's tokens may have it.

@@ -210,8 +210,12 @@ fn check_within_key(
         }
     }
     let environment = &key.attributes.environment;
-    if environment.is_some() && wanted.environment.is_some() && wanted.environment != *environment {
-        return refused("the key is for another environment, and a token cannot leave it".into());
+    if wanted.environment.is_some() && wanted.environment != *environment {
+        // Rules that allow may name an environment, so another one can be more than the key has.
+        return refused(match environment {
+            Some(own) => format!("the key is for the environment \"{own}\"; so is its token"),
+            None => "the key has no environment, so its token cannot have one".to_owned(),
+        });
     }
     let limits = key.attributes.tools.as_deref();
     let outside = limits.and_then(|limits| {

@@ -1,6 +1,6 @@
-//! Sign-ins in the audit log: the first use of each credential since the start of the process, and
-//! refused credentials. Refusals are limited per address and in all, so that guessing cannot fill
-//! the log; the next entry counts those that were left out.
+//! Sign-ins in the audit log: the first use of each credential from each address since the start of
+//! the process, and refused credentials. Refusals are limited per address and in all, and addresses
+//! per credential, so that neither guessing nor changing addresses can fill the log.
 
 use core::net::IpAddr;
 use std::collections::{HashMap, HashSet};
@@ -21,11 +21,14 @@ const MAX_FAILURES: u32 = 100;
 /// Maximum number of credentials whose first use is remembered. Beyond it, all are forgotten, and
 /// their next uses are recorded as first ones.
 const MAX_SEEN: usize = 100_000;
+/// Maximum number of addresses that are recorded for one credential.
+const MAX_ADDRESSES: usize = 32;
 
 /// Remembers which sign-ins were recorded.
 #[derive(Default)]
 pub(super) struct SignInLog {
-    seen: Mutex<HashSet<String>>,
+    /// The addresses that each credential was used from.
+    seen: Mutex<HashMap<String, HashSet<Option<IpAddr>>>>,
     failures: Mutex<FailureWindow>,
 }
 
@@ -78,26 +81,48 @@ impl RefusedCredential {
 }
 
 impl SignInLog {
-    /// Records the first use of a credential since the start.
-    pub(super) fn record_first_use(&self, core: &Core, caller: &Caller) {
+    /// Records the first use of a credential from an address since the start. After
+    /// [`MAX_ADDRESSES`] of them, further addresses of the credential are not recorded.
+    pub(super) fn record_first_use(&self, core: &Core, caller: &Caller, peer: Option<IpAddr>) {
         let credential = caller.attributes.credential.as_deref();
-        let mut seen = self.seen.lock();
-        let is_known = match credential {
-            Some(id) => seen.contains(id),
-            None => seen.contains(&issued_name(caller)),
-        };
-        if is_known {
-            return;
-        }
-        if seen.len() >= MAX_SEEN {
-            seen.clear();
-        }
-        seen.insert(credential.map_or_else(|| issued_name(caller), str::to_owned));
-        drop(seen);
+        let Some(number) = self.count_address(credential, caller, peer) else { return };
         let subject = credential.unwrap_or(&caller.agent);
-        let reason = "first use since the start";
+        let reason = match number {
+            1 => "first use since the start",
+            MAX_ADDRESSES => "first use from this address; further addresses are not recorded",
+            _ => "first use from this address",
+        };
         let (at_ms, project) = (core.wall_ms(), &caller.project);
         append_entry(core, build_audit_entry(at_ms, caller, project, "sign_in", subject, reason));
+    }
+
+    /// Returns the number of addresses of the credential if this one is new and to be recorded.
+    fn count_address(
+        &self,
+        credential: Option<&str>,
+        caller: &Caller,
+        peer: Option<IpAddr>,
+    ) -> Option<usize> {
+        let mut seen = self.seen.lock();
+        let is_known = |addresses: &HashSet<Option<IpAddr>>| {
+            addresses.contains(&peer) || addresses.len() >= MAX_ADDRESSES
+        };
+        let name = match credential {
+            Some(id) => match seen.get(id).is_some_and(is_known) {
+                true => return None,
+                false => id.to_owned(),
+            },
+            None => issued_name(caller),
+        };
+        if seen.len() >= MAX_SEEN && !seen.contains_key(&name) {
+            seen.clear();
+        }
+        let addresses = seen.entry(name).or_default();
+        if is_known(addresses) {
+            return None;
+        }
+        addresses.insert(peer);
+        Some(addresses.len())
     }
 
     /// Records refused credentials.
@@ -152,6 +177,18 @@ fn issued_name(caller: &Caller) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_credential_signs_in_once_per_address_and_from_a_bounded_number_of_them() {
+        let log = SignInLog::default();
+        let (caller, peer) = (Caller::anonymous("p"), |n: u32| Some(IpAddr::from(n.to_be_bytes())));
+        assert_eq!(log.count_address(Some("key_1"), &caller, peer(1)), Some(1));
+        assert_eq!(log.count_address(Some("key_1"), &caller, peer(1)), None);
+        assert_eq!(log.count_address(Some("key_1"), &caller, peer(2)), Some(2));
+        assert_eq!(log.count_address(Some("key_2"), &caller, peer(2)), Some(1));
+        let new = |n: &u32| log.count_address(Some("key_1"), &caller, peer(*n)).is_some();
+        assert_eq!((3..10_000).filter(new).count(), MAX_ADDRESSES - 2);
+    }
 
     #[test]
     fn refusals_are_limited_per_address_and_in_all() {

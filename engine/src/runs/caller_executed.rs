@@ -126,7 +126,7 @@ impl RunContexts {
         check_tool_name(&request.tool)
             .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
         let catalog = self.registry.catalog();
-        let decision = catalog.authorize_reported_call(caller, &request.tool);
+        let decision = catalog.authorize_reported_call(caller, &request.tool, Some(&request.args));
         enforce_decision(&self.registry, caller, &request.tool, decision).await?;
         if request.retry.is_some_and(|retry| retry > 0) {
             let message = "retry: Toolcrib does not retry calls that you execute";

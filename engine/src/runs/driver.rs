@@ -353,9 +353,16 @@ impl RunDriver<'_> {
         Ok(card_id)
     }
 
-    /// Fails if the agent or the project of the run is switched off.
+    /// Fails if the agent or the project of the run is switched off, or the agent that the run was
+    /// handed off to.
     fn check_is_on(&self) -> Result<(), Error> {
-        Ok(self.engine.registry.catalog().check_caller_is_on(&self.caller)?)
+        let catalog = self.engine.registry.catalog();
+        catalog.check_caller_is_on(&self.caller)?;
+        let Some(agent) = self.agent_loop.active_agent() else { return Ok(()) };
+        match catalog.switches().find_for_agent(&self.caller.project, agent) {
+            Some(switch) => Err(switch.to_fault().into()),
+            None => Ok(()),
+        }
     }
 
     /// Ends the run with its next request if the budget that it shares with agents is used up.
@@ -365,16 +372,17 @@ impl RunDriver<'_> {
             self.engine.trees.budgets.exhausted(project, root, run_id);
     }
 
-    /// Fails if the API key that the run acts for was revoked.
+    /// Fails if the API key or session token that the run acts for was revoked, or the key has
+    /// expired.
     fn check_key_active(&self) -> Result<(), Error> {
-        if !self.acts_for_key || self.engine.registry.credentials.has_active_key(&self.caller) {
+        if !self.acts_for_key {
             return Ok(());
         }
-        let message = format!(
-            "the key of agent \"{}\", which this run acts for, was revoked",
-            self.caller.agent
-        );
-        Err(Error::refused(Code::Unauthenticated, message))
+        self.engine.registry.credentials.check_key_work(&self.caller).map_err(|end| {
+            let agent = &self.caller.agent;
+            let message = format!("the run acts for agent \"{agent}\", and {end}");
+            Error::refused(Code::Unauthenticated, message)
+        })
     }
 
     /// Waits until a late result arrives or the user adds a message.

@@ -287,9 +287,9 @@ impl Runs {
         self.check_run_capacity()?;
         require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
         let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
-        let notified_run = active_run.clone();
+        let (notified_run, caller) = (active_run.clone(), caller.clone());
         let commit = self.clone().commit_run(active_run, state, move |run, now_ms| {
-            reopen_run(run);
+            reopen_run(run, &caller);
             run.queued_messages.extend(messages.iter().cloned());
             vec![JournalRecord::new(
                 JournalKind::UserMessage,
@@ -318,9 +318,10 @@ impl Runs {
             return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
         }
         let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
+        let caller = caller.clone();
         let resumed = self.clone().commit_run(active_run, state, move |run, now_ms| {
             let has_answer = run.answer.is_some();
-            reopen_run(run);
+            reopen_run(run, &caller);
             if has_answer {
                 run.queued_messages.push(json!({ "role": "user", "content": RETRY_MESSAGE }));
             }
@@ -435,7 +436,10 @@ impl Runs {
 }
 
 /// Reopens a run that has ended and resets the usage that counts against its limits.
-fn reopen_run(run: &mut Run) {
+fn reopen_run(run: &mut Run, caller: &Caller) {
+    if run.status.is_terminal() {
+        run.owner.renew_credential(caller);
+    }
     (run.status, run.ended_ms) = (RunStatus::Running, None);
     (run.answer, run.error, run.deliverable_card_id) = (None, None, None);
     run.progress.reset_baseline();

@@ -306,7 +306,7 @@ impl RunContexts {
             let pointer = format!("tool_definitions/{n}");
             check_definition(tool).map_err(|error| with_pointer(&pointer, error))?;
             if let AccessDecision::Denied(denial) =
-                catalog.authorize_reported_call(caller, &tool.name)
+                catalog.authorize_reported_call(caller, &tool.name, None)
             {
                 let message = format!("{pointer}/name: \"{}\": {}", tool.name, denial.reason);
                 return Err(Error::refused(Code::PermissionDenied, message));

@@ -89,7 +89,7 @@ async fn decisions_equal_those_of_a_reference_evaluator() {
             let tool = rng.text(&["a", "b", ".", "ab"], 6);
             let expected = project == "p" && is_allowed(&rules, agent, &tool);
             let caller = Caller::new(project, agent, Role::Agent, AuthMethod::Key);
-            let decided = engine.registry().is_allowed(&caller, &tool);
+            let decided = engine.registry().may_use_passthrough(&caller, &tool);
             assert_eq!(decided, expected, "{project} {agent} {tool} {rules:?}");
             allowed += u64::from(expected);
         }

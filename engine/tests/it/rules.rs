@@ -9,9 +9,12 @@ use toolcrib::domain::access_rules::{AccessRule, RuleAction, RuleVerdict};
 use toolcrib::domain::caller::{AuthMethod, CallerAttributes};
 use toolcrib::domain::fault::Code;
 use toolcrib::registry::rules::{parse_rule, parse_rule_set};
+use toolcrib::runs::RunRequest;
 use toolcrib::{
     CallId, CallRequest, Caller, Effect, Engine, Error, Fault, FnTool, Risk, Role, Tool,
 };
+
+use crate::script::{Script, SingleModel};
 
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct Payment {
@@ -112,6 +115,22 @@ async fn deny_comes_before_ask_and_ask_before_allow() {
     put(&engine, "c", json!({"verdict": "deny", "agents": ["a*"]})).await;
     assert_eq!(decision(&engine, &ada, "pay.send", pay.clone()).await, "c");
     assert_eq!(decision(&engine, &agent("bob"), "pay.refund", pay).await, "ok");
+}
+
+#[tokio::test]
+async fn a_denial_by_the_name_that_models_use_names_its_rule() {
+    let engine = engine().await;
+    let ada = agent("ada");
+    put(&engine, "all", json!({"verdict": "allow"})).await;
+    assert_eq!(decision(&engine, &ada, "pay__send", json!({"amount": 1})).await, "ok");
+    put(&engine, "no-pay", json!({"verdict": "deny", "tools": ["pay.*"]})).await;
+    for tool in ["pay__send", "pay__no_such_tool"] {
+        assert_eq!(decision(&engine, &ada, tool, json!({"amount": 1})).await, "no-pay", "{tool}");
+    }
+    let audit = engine.admin().audit_log(&Caller::operator("p"), None, 10).await.unwrap();
+    assert!(audit.iter().any(|row| row.entry.subject == "pay.send"), "{audit:?}");
+    let unknown = call(&engine, &ada, "other__tool", json!({})).await.unwrap_err();
+    assert_eq!(unknown.code(), Code::ToolNotFound);
 }
 
 #[tokio::test]
@@ -333,6 +352,49 @@ async fn a_caller_reads_and_cancels_its_own_calls_and_those_of_others_only_by_a_
     }
 }
 
+/// Rules about single calls decide nothing in favor of a whole run: what cannot be decided about it
+/// is denied.
+#[tokio::test]
+async fn a_rule_on_arguments_or_tools_permits_no_access_to_whole_runs() {
+    let model = SingleModel(Arc::new(Script::default().says("Hello.")));
+    let builder = Engine::builder().models(Arc::new(model)).tool(payment("pay.send"));
+    let engine = builder.start().await.unwrap();
+    let (ada, bob) = (agent("ada"), agent("bob"));
+    let messages = vec![json!({ "role": "user", "content": "Hello?" })];
+    let request = RunRequest { model: "scripted".into(), messages, ..RunRequest::default() };
+    let run = engine.runs().start_run(&ada, request).await.unwrap().run.id;
+    let may_read = async || engine.runs().find_run(&bob, &run).await.is_ok();
+    let reading = |extra: Value| {
+        let mut rule = json!({ "verdict": "allow", "agents": ["bob"], "actions": ["read"] });
+        rule.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        rule
+    };
+    assert!(!may_read().await);
+    for condition in [
+        json!({ "when": "args.amount < 10" }),
+        json!({ "tools": ["pay.*"] }),
+        json!({ "effects": ["read"] }),
+        json!({ "when": "tool.risk == 'low'" }),
+    ] {
+        put(&engine, "read", reading(condition.clone())).await;
+        assert!(!may_read().await, "{condition}");
+    }
+    put(&engine, "read", reading(json!({}))).await;
+    assert!(may_read().await);
+    for restriction in [
+        json!({ "verdict": "deny", "when": "args.amount > 10" }),
+        json!({ "verdict": "deny", "tools": ["pay.*"] }),
+        json!({ "verdict": "deny", "effects": ["irreversible"] }),
+        json!({ "verdict": "deny", "when": "tool.risk == 'high'" }),
+        json!({ "verdict": "ask", "when": "args.amount > 10" }),
+    ] {
+        put(&engine, "not", reading(restriction.clone())).await;
+        assert!(!may_read().await, "{restriction}");
+    }
+    put(&engine, "not", reading(json!({ "verdict": "deny", "agents": ["eve"] }))).await;
+    assert!(may_read().await, "a rule about another agent");
+}
+
 #[tokio::test]
 async fn a_caller_that_acts_for_a_user_sees_the_calls_of_that_user() {
     let engine = engine().await;
@@ -413,7 +475,7 @@ async fn ten_thousand_rules_stay_bounded() {
     assert_eq!(decision(&engine, &agent("ada"), "book.find", json!({})).await, "ok");
     let start = Instant::now();
     for _ in 0..1_000 {
-        assert!(!engine.registry().is_allowed(&agent("agent-1"), "shared.x"));
+        assert!(!engine.registry().may_use_passthrough(&agent("agent-1"), "shared.x"));
     }
     let elapsed = start.elapsed();
     assert!(elapsed < Duration::from_secs(10), "{elapsed:?} for 1,000 decisions");

@@ -1,7 +1,8 @@
 //! Passes resources and prompts of upstreams through to MCP clients, unchanged except that prompts
 //! are named `NAME.prompt`. A caller that may use an upstream's tools by a rule on `NAME.*` may
 //! also read its resources and prompts: rules name a prompt like a tool, and resources as
-//! `NAME.resources`.
+//! `NAME.resources`. For rules they are of the source `mcp` and only read. A rule that asks refuses
+//! them, because they cannot wait for a person.
 
 // Logging belongs to the legacy revisions, whose servers still use it.
 #![allow(deprecated)]
@@ -36,7 +37,12 @@ pub struct UpstreamPassthrough {
 
 /// Returns true if the rules allow the caller a name of an upstream, and no kill switch covers it.
 fn may_use(engine: &Engine, caller: &Caller, name: &str) -> bool {
-    engine.registry().is_allowed(caller, name) && engine.upstreams().is_on(caller, name)
+    engine.registry().may_use_passthrough(caller, name) && engine.upstreams().is_on(caller, name)
+}
+
+/// As [`may_use`], for lists: rules can hide a name from them.
+fn may_list(engine: &Engine, caller: &Caller, name: &str) -> bool {
+    engine.registry().may_list_passthrough(caller, name) && engine.upstreams().is_on(caller, name)
 }
 
 type Peers = BTreeMap<String, Peer<RoleClient>>;
@@ -49,13 +55,37 @@ impl UpstreamPassthrough {
 
     /// Returns the upstreams whose resources the caller may read.
     fn readable_peers(&self, caller: &Caller, source: Option<&str>) -> Peers {
+        let mut peers = self.resource_peers(caller, source);
+        peers.retain(|name, _| may_use(&self.engine, caller, &resources_of(name)));
+        peers
+    }
+
+    /// Returns the upstreams whose resources the caller sees in lists.
+    fn listed_peers(&self, caller: &Caller, source: Option<&str>) -> Peers {
+        let mut peers = self.resource_peers(caller, source);
+        peers.retain(|name, _| may_list(&self.engine, caller, &resources_of(name)));
+        peers
+    }
+
+    /// Returns the upstreams of the caller's project that have resources.
+    fn resource_peers(&self, caller: &Caller, source: Option<&str>) -> Peers {
         let mut peers = self.upstreams.peers(&caller.project);
-        peers.retain(|name, _| source.is_none_or(|source| source == name));
         peers.retain(|name, peer| {
-            let has = peer.peer_info().is_some_and(|info| info.capabilities.resources.is_some());
-            has && may_use(&self.engine, caller, &format!("{name}.resources"))
+            source.is_none_or(|source| source == name)
+                && peer.peer_info().is_some_and(|info| info.capabilities.resources.is_some())
         });
         peers
+    }
+
+    /// Audits a read of a resource that no upstream has whose resources the caller may read: one
+    /// entry for each upstream that rules withheld.
+    async fn audit_withheld(&self, caller: &Caller, source: Option<&str>) -> Result<(), ErrorData> {
+        for upstream in self.resource_peers(caller, source).into_keys() {
+            let name = resources_of(&upstream);
+            let checked = self.engine.registry().check_passthrough_use(caller, &name).await;
+            checked.map_err(not_audited)?;
+        }
+        Ok(())
     }
 
     /// Returns the name and the connection of the upstream that has a resource: the first one that
@@ -95,6 +125,16 @@ impl UpstreamPassthrough {
             }
         }
     }
+}
+
+/// Returns the name under which rules know the resources of an upstream.
+fn resources_of(upstream: &str) -> String {
+    format!("{upstream}.resources")
+}
+
+/// Returns the error of a request whose denial could not be written to the audit log.
+fn not_audited(error: toolcrib::Error) -> ErrorData {
+    ErrorData::new(ErrorCode::INTERNAL_ERROR, error.to_string(), None)
 }
 
 fn upstream_key(caller: &Caller, upstream: &str) -> (String, String) {
@@ -142,7 +182,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         caller: &Caller,
         source: Option<&str>,
     ) -> Result<Vec<Resource>, ErrorData> {
-        let peers = self.readable_peers(caller, source);
+        let peers = self.listed_peers(caller, source);
         let fetches =
             peers.iter().map(|(name, peer)| self.lists.resources(upstream_key(caller, name), peer));
         let mut all: Vec<Resource> = Vec::new();
@@ -160,7 +200,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         caller: &Caller,
         source: Option<&str>,
     ) -> Result<Vec<ResourceTemplate>, ErrorData> {
-        let peers = self.readable_peers(caller, source);
+        let peers = self.listed_peers(caller, source);
         let fetches = peers
             .iter()
             .map(|(name, peer)| self.lists.resource_templates(upstream_key(caller, name), peer));
@@ -174,6 +214,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         params: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData> {
         let Some((name, peer)) = self.find_resource_owner(caller, source, &params.uri).await else {
+            self.audit_withheld(caller, source).await?;
             return Ok(None);
         };
         let read = with_timeout(peer.read_resource_once(params)).await;
@@ -192,7 +233,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         for (upstream, list) in join_all(fetches).await {
             for mut prompt in list.iter().cloned() {
                 prompt.name = format!("{upstream}.{}", prompt.name);
-                if may_use(&self.engine, caller, &prompt.name) {
+                if may_list(&self.engine, caller, &prompt.name) {
                     all.push(prompt);
                 }
             }
@@ -208,10 +249,11 @@ impl PassthroughProvider for UpstreamPassthrough {
         let mut params = params;
         let name = params.name.to_string();
         let Some((upstream, upstream_name)) = split_prompt_name(&name) else { return Ok(None) };
+        let checked = self.engine.registry().check_passthrough_use(caller, &name).await;
+        let is_allowed = checked.map_err(not_audited)?;
         let peer = self.upstreams.peers(&caller.project).remove(upstream);
-        let Some(peer) = peer.filter(|_| may_use(&self.engine, caller, &name)) else {
-            return Ok(None);
-        };
+        let is_on = || self.engine.upstreams().is_on(caller, &name);
+        let Some(peer) = peer.filter(|_| is_allowed && is_on()) else { return Ok(None) };
         params.name = upstream_name.to_owned();
         let got = with_timeout(peer.get_prompt_once(params)).await;
         got.map(Some).map_err(|error| self.to_mcp_error(caller, upstream, error))
@@ -308,7 +350,7 @@ impl PassthroughProvider for UpstreamPassthrough {
             tools.iter().any(|tool| tool.definition.name.starts_with(&prefix))
         };
         let is_configured = self.upstreams.has(&caller.project, source);
-        is_configured && (may_use(engine, caller, &format!("{source}.resources")) || offered())
+        is_configured && (may_use(engine, caller, &resources_of(source)) || offered())
     }
 
     fn subscribe_changes(&self) -> Option<Box<dyn PassthroughChangeStream>> {
@@ -330,8 +372,7 @@ impl PassthroughProvider for UpstreamPassthrough {
         // Rules name each prompt like a tool, and the notification does not say which prompt
         // changed.
         let is_prompt_list = change.kind == PassthroughChangeKind::PromptList;
-        is_in_scope
-            && (is_prompt_list || may_use(&self.engine, caller, &format!("{name}.resources")))
+        is_in_scope && (is_prompt_list || may_use(&self.engine, caller, &resources_of(name)))
     }
 }
 

@@ -176,6 +176,7 @@ macro_rules! conformance {
                     audit_rows_are_read_in_pages_of_both_orders
                     a_pruned_audit_log_still_verifies
                     pruning_stops_at_the_first_young_entry
+                    an_entry_with_a_future_time_does_not_stop_pruning
                     a_purge_of_calls_keeps_the_audit_log
                 }
                 utp {

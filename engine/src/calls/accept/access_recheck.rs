@@ -16,7 +16,7 @@ use crate::domain::tool::Executor;
 use crate::lifecycle::Event;
 use crate::ports::engine_metrics;
 use crate::registry::AccessRequest;
-use crate::registry::authorize::{audit_denial, denial_fault};
+use crate::registry::authorize::{audit_ended_call, denial_fault};
 use crate::registry::catalog::{Catalog, CatalogEntry};
 
 impl Dispatcher {
@@ -31,12 +31,9 @@ impl Dispatcher {
             return false;
         }
         let catalog = self.registry.catalog();
-        let credential = caller.attributes.credential.as_deref();
-        if let Some(id) = credential.filter(|id| catalog.is_revoked_credential(id)) {
-            let reason = format!("the key {id} was revoked");
-            return self
-                .end_denied(call, &call.target.tool, Denial { rule_id: None, reason })
-                .await;
+        if let Err(end) = self.registry.credentials.check_work(&caller) {
+            let denial = Denial::without_rule(end.to_string());
+            return self.end_denied(call, &call.target.tool, denial).await;
         }
         if caller.is_exempt_from_rules() {
             return false;
@@ -80,7 +77,8 @@ impl Dispatcher {
         // The call may have started to run, or have ended, in the meantime: then nothing is denied.
         if self.advance_with_retry(&call.project, &call.id, event).await {
             engine_metrics::count_denied();
-            if let Err(error) = audit_denial(&self.registry, &caller, tool, &denial.reason).await {
+            let audited = audit_ended_call(&self.registry, &caller, tool, &denial.reason).await;
+            if let Err(error) = audited {
                 tracing::warn!(%error, "a denial was not audited");
             }
         }
@@ -111,14 +109,19 @@ impl Dispatcher {
         let digest = rule_binding(catalog, call, target.as_ref().unwrap_or(&call.target), &ask);
         let now_ms = self.core.wall_ms();
         if let Some(approval) = call.approval.as_ref().filter(|own| own.digest == digest) {
-            let standing = approval.standing_id.as_deref();
-            let standing = standing.map(|id| self.approval_index.standing(id));
-            let holds = match standing {
-                Some(standing) => standing.is_some_and(|standing| standing.is_active(now_ms)),
-                None => approval.is_granted || call.waits_for_approval(),
+            let holds = match approval.standing_id.as_deref() {
+                Some(id) => self.is_standing_id_active(id).await,
+                None => Ok(approval.is_granted || call.waits_for_approval()),
             };
-            if holds {
-                return false;
+            match holds {
+                Ok(true) => return false,
+                Ok(false) => {}
+                // The call is queued still, and the next dispatch asks again.
+                Err(error) => {
+                    tracing::warn!(call = %call.id, %error, "an approval could not be read");
+                    self.requeue_later(call);
+                    return true;
+                }
             }
         }
         let required = RequiredApproval { ask, digest };
@@ -136,6 +139,14 @@ impl Dispatcher {
             }
         }
         true
+    }
+
+    /// Returns true if the standing approval with this id has not ended.
+    async fn is_standing_id_active(&self, id: &str) -> Result<bool, Error> {
+        match self.approval_index.standing(id) {
+            Some(standing) => self.is_standing_active(&standing).await,
+            None => Ok(false),
+        }
     }
 
     /// Returns the target in the tool's present form, if the tool has changed since the call was

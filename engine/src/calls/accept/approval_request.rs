@@ -17,7 +17,7 @@ use crate::calls::{Calls, Dispatcher};
 use crate::domain::access_rules::{AccessDecision, AskDecision};
 use crate::domain::call::approval::{
     Approval, ApprovalRequest, ApprovalRequester, ApprovalStatus, ApprovalWebhook, CallApproval,
-    PreviousApproval, binding_digest, find_changes,
+    PreviousApproval, StandingApproval, binding_digest, find_changes,
 };
 use crate::domain::call::{Call, Target};
 use crate::domain::caller::Caller;
@@ -74,17 +74,36 @@ pub(crate) async fn request_approval(
     let requester = ApprovalRequester::new(caller);
     let now_ms = call.created_ms;
     let index = &dispatcher.approval_index;
-    if let Some(standing) =
-        index.find_standing(&call.project, &requester, &call.run_id, &required.digest, now_ms)
-    {
-        call.approval = Some(Box::new(CallApproval::from_standing(&standing)));
-        return Ok(None);
+    for standing in index.find_standing(&call.project, &requester, &call.run_id, &required.digest) {
+        if dispatcher.is_standing_active(&standing).await? {
+            call.approval = Some(Box::new(CallApproval::from_standing(&standing)));
+            return Ok(None);
+        }
     }
     let approval = build_approval(&dispatcher.core, call, &call.target, required, now_ms).await?;
     let remaining_ms = call.deadline_ms.saturating_sub(now_ms);
     let record = hold_for_approval(call, &approval, remaining_ms, now_ms);
     let audit = request_audit_entry(&dispatcher.registry, caller, &approval);
     Ok(Some((Box::new(NewApproval { approval, audit }), record)))
+}
+
+impl Dispatcher {
+    /// Returns true if a standing approval has not ended: it is neither revoked nor expired, and a
+    /// run that it ends with goes on. Setting the clock back makes none valid again.
+    pub(crate) async fn is_standing_active(
+        &self,
+        standing: &StandingApproval,
+    ) -> Result<bool, Error> {
+        if !standing.is_active(self.registry.credentials.now_ms()) {
+            return Ok(false);
+        }
+        let Some(run_id) = standing.run_id.as_deref().filter(|_| standing.ends_with_run) else {
+            return Ok(true);
+        };
+        let run = self.core.store.runs().run(&standing.project, run_id).await;
+        // A run that is no longer stored has ended before.
+        Ok(run.map_err(from_store_error)?.is_some_and(|run| !run.status.is_terminal()))
+    }
 }
 
 impl Calls {

@@ -23,21 +23,28 @@ impl ApprovalIndex {
         self.standing.write().insert(standing.id.clone(), standing);
     }
 
-    /// Returns the standing approval that releases a call with this digest.
+    /// Removes a standing approval that has ended.
+    pub(crate) fn remove_standing(&self, id: &str) {
+        self.standing.write().remove(id);
+    }
+
+    /// Returns the standing approvals that cover a call with this digest, ended ones too.
     pub(crate) fn find_standing(
         &self,
         project: &str,
         requester: &ApprovalRequester,
         run_id: &str,
         digest: &str,
-        now_ms: u64,
-    ) -> Option<StandingApproval> {
+    ) -> Vec<StandingApproval> {
         let standing = self.standing.read();
-        let mut of_project = standing.values().filter(|approval| approval.project == project);
-        let releases = |approval: &&StandingApproval| {
-            approval.is_active(now_ms) && approval.covers(requester, run_id, digest)
-        };
-        of_project.find(releases).cloned()
+        let of_project = standing.values().filter(|approval| approval.project == project);
+        let covering = of_project.filter(|approval| approval.covers(requester, run_id, digest));
+        covering.cloned().collect()
+    }
+
+    /// Returns all standing approvals.
+    pub(crate) fn all_standing(&self) -> Vec<StandingApproval> {
+        self.standing.read().values().cloned().collect()
     }
 
     /// Returns the standing approval with this id, even if it is no longer active.

@@ -23,6 +23,9 @@ pub use difference::{ArgumentChange, MAX_CHANGES, find_changes};
 /// sets another.
 pub const DEFAULT_EXPIRES_IN_MS: u64 = 24 * 60 * 60 * 1_000;
 
+/// Maximum time that a standing approval for a run holds if Toolcrib does not drive the run.
+pub const UNOBSERVED_RUN_MS: u64 = 24 * 60 * 60 * 1_000;
+
 /// Maximum number of decisions in one request.
 pub const MAX_DECISIONS: usize = 1_000;
 
@@ -248,24 +251,51 @@ pub struct StandingApproval {
     pub rule_id: String,
     /// The requester that it is limited to.
     pub requester: ApprovalRequester,
+    /// The scope of the decision that granted it, never [`ApprovalScope::Once`].
+    #[serde(default = "scope_of_unmarked_row")]
+    pub scope: ApprovalScope,
     /// The run that it is limited to; `None` for one with a date.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub run_id: Option<String>,
+    /// True if Toolcrib drives the run, and the approval ends with it. The end of a run that only
+    /// the caller knows cannot be observed: such an approval has [`UNOBSERVED_RUN_MS`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ends_with_run: bool,
     /// Time at which it expires, in Unix milliseconds.
     pub expires_ms: u64,
     /// Agent that granted it.
     pub granted_by: String,
     /// Time at which it was granted, in Unix milliseconds.
     pub granted_ms: u64,
-    /// Time at which it was revoked, in Unix milliseconds.
+    /// Time at which it was revoked, in Unix milliseconds. One that has ended otherwise is revoked
+    /// then, so that no change of the clock makes it valid again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked_ms: Option<u64>,
-    /// Agent that revoked it.
+    /// Agent that revoked it; `None` if it ended otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked_by: Option<String>,
 }
 
+/// Scope of a stored approval that has none. [`StandingApproval::normalized`] replaces it.
+fn scope_of_unmarked_row() -> ApprovalScope {
+    ApprovalScope::Once
+}
+
 impl StandingApproval {
+    /// Returns the approval as earlier versions stored it, without a scope, in the present form.
+    #[must_use]
+    pub fn normalized(self) -> Self {
+        if self.scope != ApprovalScope::Once {
+            return self;
+        }
+        if self.run_id.is_none() {
+            return Self { scope: ApprovalScope::Until, ..self };
+        }
+        let limit_ms = self.granted_ms.saturating_add(UNOBSERVED_RUN_MS);
+        let expires_ms = self.expires_ms.min(limit_ms);
+        Self { scope: ApprovalScope::Run, expires_ms, ..self }
+    }
+
     /// Returns true if it is neither revoked nor expired.
     pub fn is_active(&self, now_ms: u64) -> bool {
         self.revoked_ms.is_none() && now_ms < self.expires_ms
@@ -424,7 +454,9 @@ mod tests {
             digest: "d".into(),
             rule_id: "r".into(),
             requester: of("ada", Some("eve")),
+            scope: ApprovalScope::Run,
             run_id: Some("run_1".into()),
+            ends_with_run: false,
             expires_ms: 100,
             granted_by: "bob".into(),
             granted_ms: 1,
@@ -438,5 +470,24 @@ mod tests {
         assert!(!standing.covers(&of("ada", Some("eve")), "run_1", "e"));
         assert!(standing.is_active(99) && !standing.is_active(100));
         assert!(!StandingApproval { revoked_ms: Some(5), ..standing }.is_active(50));
+    }
+
+    #[test]
+    fn a_standing_approval_that_was_stored_without_a_scope_gets_one() {
+        let row = |run_id: &str| {
+            let text = format!(
+                r#"{{"id": "sap_1", "project": "p", "approval_id": "apr_1", "tool": "t",
+                "args": {{}}, "digest": "d", "rule_id": "r", "requester": {{"agent": "ada"}},
+                {run_id} "expires_ms": 9000000000000, "granted_by": "bob", "granted_ms": 5}}"#
+            );
+            serde_json::from_str::<StandingApproval>(&text).unwrap().normalized()
+        };
+        let of_run = row(r#""run_id": "run_1","#);
+        assert_eq!((of_run.scope, of_run.expires_ms), (ApprovalScope::Run, 5 + UNOBSERVED_RUN_MS));
+        let until = row("");
+        assert_eq!((until.scope, until.expires_ms), (ApprovalScope::Until, 9_000_000_000_000));
+        let stored: StandingApproval =
+            serde_json::from_str(&serde_json::to_string(&of_run).unwrap()).unwrap();
+        assert_eq!(stored.clone().normalized(), stored);
     }
 }

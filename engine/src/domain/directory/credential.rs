@@ -238,7 +238,7 @@ pub struct SessionTokenAttributes {
     /// Session of the bearer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub session: Option<String>,
-    /// Environment of the bearer; `None` leaves the key's.
+    /// Environment that the request named. It is the key's, which the bearer has in any case.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub environment: Option<String>,
     /// Patterns of the tools that the token is limited to; `None` leaves the key's limit.
@@ -283,7 +283,7 @@ impl SessionToken {
             groups: of_key.groups,
             user: own.user.or(of_key.user),
             session: own.session,
-            environment: own.environment.or(of_key.environment),
+            environment: of_key.environment,
             tools: own.tools.or(of_key.tools),
             credential: Some(self.id.clone()),
         }

@@ -10,8 +10,10 @@ use std::str::FromStr;
 use serde_json::json;
 
 use crate::domain::access_rules::pattern_matches;
+use crate::domain::agent::{AGENT_TOOL_PREFIX, agent_tool_name};
 use crate::domain::call::{Call, Target};
 use crate::domain::fault::{Code, Fault};
+use crate::domain::run::handoff::HANDOFF_TOOL_PREFIX;
 use crate::domain::tool::Executor;
 
 /// The kind of subject that a switch turns off.
@@ -19,7 +21,7 @@ use crate::domain::tool::Executor;
 pub enum SwitchKind {
     /// A tool, or the tools that match a pattern.
     Tool,
-    /// An agent.
+    /// An agent: a caller, or one of the roster.
     Agent,
     /// A source: an executor such as `mcp` or `http`, or an MCP server by its name.
     Source,
@@ -94,6 +96,15 @@ pub fn source_names(executor: Executor, tool: &str) -> impl Iterator<Item = &str
     [executor.as_str()].into_iter().chain(upstream.map(|(upstream, _)| upstream))
 }
 
+/// Returns the id of the agent that a tool calls or hands a run off to.
+fn agent_of_tool(executor: Executor, tool: &str) -> Option<&str> {
+    match executor {
+        Executor::AGENT => tool.strip_prefix(AGENT_TOOL_PREFIX),
+        Executor::HANDOFF => tool.strip_prefix(HANDOFF_TOOL_PREFIX),
+        _ => None,
+    }
+}
+
 type SwitchesByName = HashMap<String, KillSwitch, foldhash::fast::RandomState>;
 
 /// The switches of one project.
@@ -143,7 +154,8 @@ impl KillSwitchSet {
         whole.or_else(|| switches.find(SwitchKind::Agent, agent))
     }
 
-    /// Returns the switch that turns a tool, its source or its project off.
+    /// Returns the switch that turns a tool, its source or its project off. A tool that calls an
+    /// agent, or hands a run off to one, is off with the agent.
     pub fn find_for_tool(
         &self,
         project: &str,
@@ -155,8 +167,13 @@ impl KillSwitchSet {
             let mut names = source_names(executor, tool);
             names.find_map(|name| switches.find(SwitchKind::Source, name))
         };
+        let agent = || {
+            let id = agent_of_tool(executor, tool)?;
+            let by_id = switches.find(SwitchKind::Agent, id);
+            by_id.or_else(|| switches.find(SwitchKind::Tool, &agent_tool_name(id)))
+        };
         let whole = switches.find(SwitchKind::Project, project);
-        whole.or_else(|| switches.find(SwitchKind::Tool, tool)).or_else(source)
+        whole.or_else(|| switches.find(SwitchKind::Tool, tool)).or_else(source).or_else(agent)
     }
 
     /// Returns the switch that turns a source itself off, whatever tools it has.
@@ -201,6 +218,7 @@ mod tests {
             switch("p", SwitchKind::Source, "git*"),
             switch("p", SwitchKind::Source, "http"),
             switch("p", SwitchKind::Agent, "ada"),
+            switch("p", SwitchKind::Tool, "agent.b*"),
             switch("q", SwitchKind::Project, "q"),
         ]);
         let tool = |project, tool, executor| {
@@ -213,6 +231,10 @@ mod tests {
         assert_eq!(tool("p", "github.issue", Executor::CLIENT), None, "a source is no prefix");
         assert_eq!(tool("p", "any", Executor::HTTP), Some("http"));
         assert_eq!(tool("q", "any", Executor::CLIENT), Some("q"));
+        assert_eq!(tool("p", "agent.ada", Executor::AGENT), Some("ada"));
+        assert_eq!(tool("p", "handoff.to_ada", Executor::HANDOFF), Some("ada"));
+        assert_eq!(tool("p", "handoff.to_bob", Executor::HANDOFF), Some("agent.b*"));
+        assert_eq!(tool("p", "agent.ada", Executor::CLIENT), None);
         assert_eq!(tool("r", "mail.send", Executor::CLIENT), None);
         assert!(set.find_for_agent("p", "ada").is_some());
         assert!(set.find_for_agent("p", "*").is_none());

@@ -40,7 +40,14 @@ pub trait AuditStore: Send + Sync {
     /// Returns a page of rows.
     async fn audit_rows(&self, filter: AuditFilter) -> Result<Vec<AuditRow>, StoreError>;
 
-    /// Deletes up to `limit` of the first rows, as far as they are older than this time, and moves
-    /// the checkpoint of the chain to the last of them. Returns the number of deleted rows.
-    async fn prune_audit_log(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError>;
+    /// Deletes up to `limit` of the first rows, as far as they are older than `before_ms`, and
+    /// moves the checkpoint of the chain to the last of them. A row with a time after `now_ms` was
+    /// written while the clock was wrong: it goes with the next row that is old. Returns the number
+    /// of deleted rows.
+    async fn prune_audit_log(
+        &self,
+        before_ms: u64,
+        now_ms: u64,
+        limit: usize,
+    ) -> Result<usize, StoreError>;
 }

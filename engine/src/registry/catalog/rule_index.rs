@@ -9,7 +9,7 @@ pub(crate) mod condition;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use compiled_rule::{CompiledRule, RuleCheck, RuleMatch};
+use compiled_rule::{CompiledRule, RuleCheck, RuleMatch, ToolProperties};
 
 use crate::domain::access_rules::{
     AccessDecision, AccessRule, AskDecision, Denial, RuleAction, RuleVerdict,
@@ -46,6 +46,8 @@ impl RuleBucket {
 /// The rules on one action.
 #[derive(Debug, Default)]
 struct ActionIndex {
+    /// Every rule on the action.
+    all: Vec<u32>,
     exact: HashMap<Box<str>, RuleBucket>,
     prefixes: HashMap<Box<str>, RuleBucket>,
     prefix_lengths: BTreeSet<usize>,
@@ -53,6 +55,7 @@ struct ActionIndex {
 
 impl ActionIndex {
     fn add(&mut self, position: u32, rule: &CompiledRule) {
+        self.all.push(position);
         if rule.rule.tools.is_empty() {
             self.add_prefix("", position, rule);
         }
@@ -137,7 +140,10 @@ impl ProjectRuleIndex {
     ) -> impl Iterator<Item = &'a Arc<CompiledRule>> {
         let input = &check.input;
         let index = &self.by_action[input.action as usize];
-        let positions = index.candidates(&input.caller.agent, input.tool);
+        let positions = match input.properties {
+            ToolProperties::WholeRun => index.all.clone(),
+            _ => index.candidates(&input.caller.agent, input.tool),
+        };
         positions.into_iter().filter_map(|position| self.rules.get(position as usize))
     }
 
@@ -167,8 +173,7 @@ impl ProjectRuleIndex {
 
     /// Returns true if a rule decides about this action.
     pub(crate) fn has_rules_on(&self, action: RuleAction) -> bool {
-        let index = &self.by_action[action as usize];
-        !index.exact.is_empty() || !index.prefixes.is_empty()
+        !self.by_action[action as usize].all.is_empty()
     }
 
     /// Returns true if a rule allows this caller to call any tool.

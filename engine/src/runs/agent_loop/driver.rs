@@ -136,6 +136,11 @@ impl Runs {
 }
 
 impl<'a> AgentLoop<'a> {
+    /// Returns the id of the agent that the run was handed off to.
+    pub(crate) fn active_agent(&self) -> Option<&'a str> {
+        self.options.active_agent.as_ref().map(|agent| agent.agent_id.as_str())
+    }
+
     /// Creates a loop that reports its events to `event_sink`. Refuses invalid options.
     pub fn new(
         engine: &'a Arc<Runs>,

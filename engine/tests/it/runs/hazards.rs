@@ -192,6 +192,13 @@ async fn a_run_fails_when_its_api_key_is_revoked() {
     assert_eq!(fixture.executions.load(Ordering::SeqCst), 0, "no call runs for a revoked key");
     engine.admin().create_key(&caller(), new_key(), "y".repeat(40)).await.unwrap();
     engine.runs().resume_run(&caller(), &id).await.unwrap();
+    let run = wait_for_end(&engine, &id).await;
+    assert_eq!(run.status, RunStatus::Failed, "another key of the agent does not replace it");
+    // The holder of the other key resumes the run, which acts for that key from then on.
+    let secret = "y".repeat(40);
+    let credentials = Credentials::new(&secret);
+    let ada = engine.registry().credentials().authenticate(&credentials).unwrap().caller;
+    engine.runs().resume_run(&ada, &id).await.unwrap();
     assert_eq!(wait_for_end(&engine, &id).await.answer.unwrap().text, "Again.");
 }
 

@@ -139,6 +139,13 @@ async fn the_requester_never_approves_its_own_call() {
     };
     let own = decide(&ada).await.refused(403, "PERMISSION_DENIED");
     assert!(message(&own).contains("no caller decides about its own"), "{own}");
+    crate::support::until("the refusal in the audit log", || async {
+        let audited = admin.audit_entries().await;
+        let is_refusal =
+            |entry: &&Value| entry["action"] == "approve.denied" && entry["subject"] == id.as_str();
+        audited.iter().any(|entry| is_refusal(&entry)).then_some(())
+    })
+    .await;
     decide(&eve).await.refused(403, "PERMISSION_DENIED");
     decide(&auditor).await.refused(403, "PERMISSION_DENIED");
     // An approval of another project looks like one that does not exist.

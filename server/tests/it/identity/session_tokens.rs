@@ -82,6 +82,9 @@ async fn a_token_can_only_narrow_its_key() {
     let gateway = bearer(&server, &create(&admin, gateway).await);
     let token = mint(&gateway, json!({ "ttl_s": 60, "user": "eve", "session": "s1" })).await;
     assert_eq!((&token["user"], &token["session"]), (&json!("eve"), &json!("s1")));
+    let error = gateway.post("/v1/session_tokens", json!({ "ttl_s": 60, "environment": "prod" }));
+    let error = error.await.refused(403, "PERMISSION_DENIED");
+    assert!(message(&error).contains("has no environment"), "{error}");
     let asserted = gateway.clone().user("bob");
     let token = mint(&asserted, json!({ "ttl_s": 60 })).await;
     assert_eq!(token["user"], "bob", "the token is for the user of its request");

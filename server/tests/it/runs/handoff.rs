@@ -154,6 +154,52 @@ async fn rules_apply_to_handoffs() {
 }
 
 #[tokio::test]
+async fn a_rule_or_switch_on_an_agent_holds_for_handoffs_to_it() {
+    let hand_off = || tool_call_reply("c1", "transfer_to_billing", &json!({}));
+    let (server, _model) = start_with_agents([
+        hand_off(),
+        text_reply("I cannot."),
+        hand_off(),
+        text_reply("I may not."),
+        hand_off(),
+        // The second one is needed if the decision comes after the reply.
+        text_reply("Rejected."),
+        text_reply("Rejected later."),
+    ])
+    .await;
+    let (api, operator) = (server.api(), server.operator());
+    let deny = json!({ "verdict": "deny", "tools": ["agent.billing"] });
+    operator.put("/v1/rules/no-billing", deny).await.is(200);
+    let run = run_to_end(&api, question("Hi")).await;
+    assert_eq!((&run["answer"], run.get("active_agent")), (&json!("I cannot."), None), "{run}");
+    operator.delete("/v1/rules/no-billing").await.is(204);
+    let off = json!({ "reason": "wrong invoices" });
+    operator.put("/v1/switches/agent/billing", off).await.is(200);
+    let invoked = json!({ "run_id": "r", "args": { "instruction": "x" } });
+    let refused = api.post("/v1/tools/agent.billing/invoke", invoked).await;
+    let refused = refused.refused(403, "PERMISSION_DENIED");
+    assert!(refused.to_string().contains("wrong invoices"), "{refused}");
+    let run = run_to_end(&api, question("Hi")).await;
+    assert_eq!((&run["answer"], run.get("active_agent")), (&json!("I may not."), None), "{run}");
+    operator.delete("/v1/switches/agent/billing").await.is(204);
+    let ask = json!({ "verdict": "ask", "tools": ["agent.billing"] });
+    operator.put("/v1/rules/ask-billing", ask).await.is(200);
+    let started = api.post("/v1/runs", question("Hi")).await.is(202);
+    let pending = crate::support::until("the handoff to wait", || async {
+        let list = operator.get("/v1/approvals?status=pending").await.is(200);
+        list["approvals"].as_array().unwrap().first().cloned()
+    })
+    .await;
+    assert_eq!(pending["tool_name"], "handoff.to_billing");
+    let decision = json!({ "approval_id": pending["approval_id"], "verdict": "reject" });
+    operator.post("/v1/approvals/decide", json!({ "decisions": [decision] })).await.is(200);
+    let path = format!("/v1/runs/{}?wait_ms=30000", started["run_id"].as_str().unwrap());
+    let run = api.get(&path).await.is(200);
+    assert_eq!((&run["status"], run.get("active_agent")), (&json!("SUCCEEDED"), None), "{run}");
+    assert_eq!(run["failed_call_count"], 1, "{run}");
+}
+
+#[tokio::test]
 async fn chat_completions_hand_off_too() {
     let (server, model) = start_with_agents([
         tool_call_reply("c1", "transfer_to_billing", &json!({ "reason": "an invoice" })),

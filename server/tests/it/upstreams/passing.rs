@@ -69,6 +69,9 @@ for line in sys.stdin:
         send({"method": "notifications/resources/updated", "params": {"uri": params["uri"]}})
     elif method == "prompts/list":
         send({"id": id, "result": {"prompts": [{"name": "greet"}]}})
+    elif method == "prompts/get":
+        send({"id": id, "result": {"messages": [{"role": "user",
+            "content": {"type": "text", "text": "Hello"}}]}})
     elif method == "completion/complete":
         send({"id": id, "result": {"completion": {"values": ["Ada"]}}})
     elif id is not None:
@@ -123,6 +126,59 @@ async fn metadata_annotations_and_instructions_of_an_upstream_are_passed_on() {
     };
     assert!(instructions("/mcp").await.contains("script: Call show before anything else."));
     assert!(instructions("/mcp/script").await.contains("Call show before anything else."));
+}
+
+#[tokio::test]
+async fn rules_on_a_source_or_with_ask_hold_for_prompts_and_resources_too() {
+    let server = server(vec![script(&[])]).await;
+    let (operator, client) = (server.operator(), Mcp::modern(&server.api()));
+    let prompt = || client.ask("prompts/get", json!({ "name": "script.greet" }));
+    let resource = || client.ask("resources/read", json!({ "uri": "note://one" }));
+    let listed = async || {
+        let prompts = client.ask("prompts/list", json!({})).await.result();
+        let resources = client.ask("resources/list", json!({})).await.result();
+        let count = |list: &Value| list.as_array().unwrap().len();
+        (count(&prompts["prompts"]), count(&resources["resources"]))
+    };
+    prompt().await.result();
+    resource().await.result();
+    assert_eq!(listed().await, (1, 1));
+    for rule in [
+        json!({ "verdict": "deny", "sources": ["script"] }),
+        json!({ "verdict": "deny", "sources": ["mcp"] }),
+        json!({ "verdict": "deny", "effects": ["read"], "tools": ["script.*"] }),
+        json!({ "verdict": "ask", "tools": ["script.*"] }),
+        json!({ "verdict": "ask", "sources": ["script"] }),
+        json!({ "verdict": "deny", "tools": ["script.*"], "when": "args.size > 10" }),
+    ] {
+        operator.put("/v1/rules/restrict", rule.clone()).await;
+        for refused in [prompt().await, resource().await] {
+            assert!(refused.messages.last().unwrap()["error"].is_object(), "{rule}: {refused:?}");
+        }
+        assert_eq!(listed().await, (0, 0), "{rule}");
+    }
+    let audited = operator.audit_entries().await;
+    for subject in ["script.greet", "script.resources"] {
+        let is_denial =
+            |entry: &&Value| entry["action"] == "call.denied" && entry["subject"] == subject;
+        assert!(audited.iter().any(|entry| is_denial(&entry)), "{subject}: {audited:?}");
+    }
+    // A rule that only hides from lists, and rules about other things.
+    let hide = json!({ "verdict": "deny", "tools": ["script.*"], "actions": ["list"] });
+    operator.put("/v1/rules/restrict", hide).await;
+    assert_eq!(listed().await, (0, 0));
+    prompt().await.result();
+    resource().await.result();
+    for rule in [
+        json!({ "verdict": "deny", "sources": ["other"] }),
+        json!({ "verdict": "ask", "effects": ["idempotent", "irreversible"] }),
+        json!({ "verdict": "deny", "risk_min": "critical" }),
+    ] {
+        operator.put("/v1/rules/restrict", rule.clone()).await;
+        prompt().await.result();
+        resource().await.result();
+        assert_eq!(listed().await, (1, 1), "{rule}");
+    }
 }
 
 #[tokio::test]

@@ -481,3 +481,39 @@ async fn an_agent_cannot_wait_for_itself_nor_go_too_deep() {
     let message = card["content"]["error"]["message"].as_str().unwrap();
     assert!(message.contains("recursion_depth_exceeded"), "{message}");
 }
+
+#[tokio::test]
+async fn rules_approvals_and_switches_hold_for_commands() {
+    let Some(fixture) = Fixture::new(&["bob"]).await else { return };
+    let operator = fixture._server.operator();
+    let rule = async |verdict: &str, tool: &str| {
+        let rule = json!({ "verdict": verdict, "tools": [tool] });
+        operator.put("/v1/rules/restrict", rule).await.is(200);
+    };
+    rule("deny", "delegate_async").await;
+    fixture.command("delegate_async", "p1", task("bob", "x")).await;
+    fixture.expect_refusal("p1", "may not call \"delegate_async\"").await;
+    // A rule on the agent that gets the work.
+    rule("deny", "agent.bob").await;
+    fixture.command("delegate_async", "p2", task("bob", "x")).await;
+    fixture.expect_refusal("p2", "there is no agent \"bob\"").await;
+    operator.delete("/v1/rules/restrict").await.is(204);
+    let off = json!({ "reason": "bob is on leave" });
+    operator.put("/v1/switches/agent/bob", off).await.is(200);
+    fixture.command("delegate_async", "p3", task("bob", "x")).await;
+    fixture.expect_refusal("p3", "bob is on leave").await;
+    operator.delete("/v1/switches/agent/bob").await.is(204);
+    let none = fixture.rpc("bob", "inbox", json!({})).await;
+    assert_eq!(none["items"], json!([]), "nothing was handed over");
+    rule("ask", "delegate_async").await;
+    fixture.command("delegate_async", "p4", task("bob", "x")).await;
+    let pending = until("the approval", || async {
+        let list = operator.get("/v1/approvals?status=pending").await.is(200);
+        list["approvals"].as_array().unwrap().first().cloned()
+    })
+    .await;
+    assert_eq!(pending["requested_by"]["agent"], "ada", "{pending}");
+    let decision = json!({ "approval_id": pending["approval_id"], "verdict": "approve" });
+    operator.post("/v1/approvals/decide", json!({ "decisions": [decision] })).await.is(200);
+    fixture.lease_next("bob").await;
+}

@@ -28,8 +28,14 @@ impl AuditStore for PostgresStore {
         list_rows(&session, &filter).await.map_err(SessionError::into_store_error)
     }
 
-    async fn prune_audit_log(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write((before_ms, limit), |writer, input| Box::pin(prune(writer, input))).await
+    async fn prune_audit_log(
+        &self,
+        before_ms: u64,
+        now_ms: u64,
+        limit: usize,
+    ) -> Result<usize, StoreError> {
+        let input = (before_ms, now_ms, limit);
+        self.write(input, |writer, input| Box::pin(prune(writer, input))).await
     }
 }
 
@@ -137,18 +143,20 @@ async fn list_rows(session: &Session, filter: &AuditFilter) -> Result<Vec<AuditR
 
 async fn prune(
     writer: &mut WriterConnection,
-    (before_ms, limit): &(u64, usize),
+    (before_ms, now_ms, limit): &(u64, u64, usize),
 ) -> Result<usize, SessionError> {
     let session = &writer.session;
-    let before_ms = i64::try_from(*before_ms).unwrap_or(i64::MAX);
-    // Only rows before the first young one: the rest of the chain has no gap.
-    let sql = "WITH old AS (SELECT number, hash FROM audit WHERE number < coalesce(\
-               (SELECT min(number) FROM audit WHERE at_ms >= $1), 9223372036854775807) \
-               ORDER BY number LIMIT $2), last AS (SELECT number, hash, \
+    let time = |ms: u64| i64::try_from(ms).unwrap_or(i64::MAX);
+    // Up to the last old row before the first young one: the rest of the chain has no gap.
+    let sql = "WITH old AS (SELECT number, hash FROM audit WHERE number <= (SELECT max(number) \
+               FROM audit WHERE at_ms < $1 AND number < coalesce((SELECT min(number) FROM audit \
+               WHERE at_ms >= $1 AND at_ms <= $2), 9223372036854775807)) \
+               ORDER BY number LIMIT $3), last AS (SELECT number, hash, \
                (SELECT count(*) FROM old) AS entries FROM old ORDER BY number DESC LIMIT 1) \
                UPDATE audit_chain SET number = last.number, hash = last.hash, \
                entries = audit_chain.entries + last.entries FROM last WHERE name = 'pruned'";
-    if session.execute(sql, &[&before_ms, &limit_param(*limit)]).await? == 0 {
+    let params: SqlParams<'_> = &[&time(*before_ms), &time(*now_ms), &limit_param(*limit)];
+    if session.execute(sql, params).await? == 0 {
         return Ok(0);
     }
     let sql = "DELETE FROM audit WHERE number <= \

@@ -22,8 +22,13 @@ impl AuditStore for SqliteStore {
         self.read(move |connection| list_rows(connection, &filter)).await
     }
 
-    async fn prune_audit_log(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
-        self.write(move |writer| prune(writer.connection()?, before_ms, limit)).await
+    async fn prune_audit_log(
+        &self,
+        before_ms: u64,
+        now_ms: u64,
+        limit: usize,
+    ) -> Result<usize, StoreError> {
+        self.write(move |writer| prune(writer.connection()?, before_ms, now_ms, limit)).await
     }
 }
 
@@ -119,16 +124,21 @@ fn list_rows(connection: &Connection, filter: &AuditFilter) -> Result<Vec<AuditR
     query_map(connection, &sql, params![filter.project, from, limit], |row| read_audit_row(row))
 }
 
-fn prune(connection: &Connection, before_ms: u64, limit: usize) -> rusqlite::Result<usize> {
-    let before_ms = i64::try_from(before_ms).unwrap_or(i64::MAX);
+fn prune(
+    connection: &Connection,
+    before_ms: u64,
+    now_ms: u64,
+    limit: usize,
+) -> rusqlite::Result<usize> {
+    let time = |ms: u64| i64::try_from(ms).unwrap_or(i64::MAX);
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    // Only rows before the first one that is kept, so that the rest of the chain has no gap. A row
-    // after it may be older if the system time was changed.
+    // Up to the last old row before the first young one: the rest of the chain has no gap.
     let mut select = connection.prepare_cached(
-        "SELECT number, hash FROM audit WHERE number < coalesce((SELECT min(number) FROM audit \
-         WHERE at_ms >= ?1), 9223372036854775807) ORDER BY number LIMIT ?2",
+        "SELECT number, hash FROM audit WHERE number <= (SELECT max(number) FROM audit \
+         WHERE at_ms < ?1 AND number < coalesce((SELECT min(number) FROM audit \
+         WHERE at_ms >= ?1 AND at_ms <= ?2), 9223372036854775807)) ORDER BY number LIMIT ?3",
     )?;
-    let rows = select.query_map(params![before_ms, limit], |row| {
+    let rows = select.query_map(params![time(before_ms), time(now_ms), limit], |row| {
         Ok((row.get::<_, i64>(0)?, row.get::<_, String>(1)?))
     })?;
     let rows: Vec<(i64, String)> = rows.collect::<rusqlite::Result<_>>()?;

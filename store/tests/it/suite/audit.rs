@@ -99,15 +99,15 @@ pub async fn audit_rows_are_read_in_pages_of_both_orders(store: &dyn Store) {
 
 pub async fn a_pruned_audit_log_still_verifies(store: &dyn Store) {
     append(store, 6).await;
-    assert_eq!(store.audit().prune_audit_log(NOW + 3, 2).await.unwrap(), 2);
-    assert_eq!(store.audit().prune_audit_log(NOW + 3, 2).await.unwrap(), 1);
-    assert_eq!(store.audit().prune_audit_log(NOW + 3, 2).await.unwrap(), 0);
+    assert_eq!(store.audit().prune_audit_log(NOW + 3, NOW + 9, 2).await.unwrap(), 2);
+    assert_eq!(store.audit().prune_audit_log(NOW + 3, NOW + 9, 2).await.unwrap(), 1);
+    assert_eq!(store.audit().prune_audit_log(NOW + 3, NOW + 9, 2).await.unwrap(), 0);
     let found = verify(store).await;
     assert_eq!((found.problems, found.entries, found.pruned), (vec![], 3, 3));
     append(store, 1).await;
     assert_eq!(rows(store).await.last().unwrap().number, 7);
     // All of it: numbers go on.
-    assert_eq!(store.audit().prune_audit_log(u64::MAX, 100).await.unwrap(), 4);
+    assert_eq!(store.audit().prune_audit_log(u64::MAX, u64::MAX, 100).await.unwrap(), 4);
     append(store, 1).await;
     let found = verify(store).await;
     assert_eq!((found.problems, found.entries, found.pruned), (vec![], 1, 7));
@@ -118,8 +118,24 @@ pub async fn pruning_stops_at_the_first_young_entry(store: &dyn Store) {
     for at_ms in [NOW, NOW + 9, NOW + 1] {
         store.append_audit_entry(AuditEntry { at_ms, ..entry("p", "s") }).await.unwrap();
     }
-    assert_eq!(store.audit().prune_audit_log(NOW + 5, 100).await.unwrap(), 1);
+    assert_eq!(store.audit().prune_audit_log(NOW + 5, NOW + 9, 100).await.unwrap(), 1);
     assert_eq!(rows(store).await.len(), 2);
+    assert_eq!(verify(store).await.problems, []);
+}
+
+pub async fn an_entry_with_a_future_time_does_not_stop_pruning(store: &dyn Store) {
+    let (now, future) = (NOW + 100, NOW + 9_000);
+    for at_ms in [NOW, future, NOW + 1, future, NOW + 90, NOW + 2, future] {
+        store.append_audit_entry(AuditEntry { at_ms, ..entry("p", "s") }).await.unwrap();
+    }
+    assert_eq!(store.audit().prune_audit_log(NOW + 50, now, 2).await.unwrap(), 2);
+    assert_eq!(store.audit().prune_audit_log(NOW + 50, now, 2).await.unwrap(), 1);
+    // The next one is young, and so may be the future one before it.
+    assert_eq!(store.audit().prune_audit_log(NOW + 50, now, 2).await.unwrap(), 0);
+    assert_eq!(rows(store).await.len(), 4);
+    assert_eq!(verify(store).await.problems, []);
+    assert_eq!(store.audit().prune_audit_log(NOW + 95, now, 100).await.unwrap(), 3);
+    assert_eq!(rows(store).await.len(), 1, "the last one is kept until a later one is old");
     assert_eq!(verify(store).await.problems, []);
 }
 

@@ -313,7 +313,7 @@ pub(super) async fn list_standing(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
 ) -> Result<Response, ApiError> {
-    let standing = state.engine.approvals().standing(&caller)?;
+    let standing = state.engine.approvals().standing(&caller).await?;
     let standing = standing.iter().map(StandingApprovalBody::new).collect();
     Ok(Json(StandingApprovalList { standing }).into_response())
 }

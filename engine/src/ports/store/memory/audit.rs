@@ -56,10 +56,19 @@ impl AuditStore for MemoryStore {
         })
     }
 
-    async fn prune_audit_log(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+    async fn prune_audit_log(
+        &self,
+        before_ms: u64,
+        now_ms: u64,
+        limit: usize,
+    ) -> Result<usize, StoreError> {
         let mut state = self.state.lock();
         let MemoryAuditLog { rows, pruned, .. } = &mut state.audit;
-        let old = rows.iter().take(limit).take_while(|row| row.entry.at_ms < before_ms).count();
+        let is_old = |row: &AuditRow| row.entry.at_ms < before_ms;
+        let is_young = |row: &AuditRow| !is_old(row) && row.entry.at_ms <= now_ms;
+        let first_young = rows.iter().position(is_young).unwrap_or(rows.len());
+        let old = rows[..first_young].iter().rposition(is_old).map_or(0, |last| last + 1);
+        let old = old.min(limit);
         rows.drain(..old).for_each(|row| pruned.advance(&row));
         Ok(old)
     }

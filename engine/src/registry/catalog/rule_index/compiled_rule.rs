@@ -9,7 +9,7 @@ use super::condition::{ConditionVariables, RuleCondition, VariableSource};
 use crate::domain::access_rules::{AccessRule, RuleAction, RuleVerdict, pattern_matches};
 use crate::domain::caller::Caller;
 use crate::domain::json::Json;
-use crate::domain::tool::{Executor, ToolDefinition};
+use crate::domain::tool::{Effect, Executor, Risk, ToolDefinition};
 use crate::registry::catalog::CatalogEntry;
 
 /// Patterns of names; without any, every name matches.
@@ -52,6 +52,28 @@ pub(crate) enum ToolProperties<'a> {
     Unknown,
     /// The name is no tool that Toolcrib executes, so it has no properties.
     None,
+    /// Those of a prompt or the resources of an upstream, which only read.
+    Passthrough {
+        /// Name of the upstream.
+        upstream: &'a str,
+        /// Risk that the operator set for the name, else the lowest.
+        risk: Risk,
+    },
+    /// The request is about a whole run, with calls of any tools. Rules that deny or ask match
+    /// whatever tools they name, because the run may contain them.
+    WholeRun,
+}
+
+/// The arguments of a request.
+#[derive(Clone, Copy)]
+pub(crate) enum RuleArguments<'a> {
+    /// The arguments to execute.
+    Known(&'a Json),
+    /// There will be arguments. Conditions on them count as met for allow and ask, and as not met
+    /// for deny; the rules decide again when the arguments are known.
+    NotYetKnown,
+    /// There are none, so that no condition on them can be evaluated.
+    Absent,
 }
 
 /// One request that rules decide about.
@@ -61,7 +83,7 @@ pub(crate) struct RuleInput<'a> {
     pub(crate) action: RuleAction,
     pub(crate) tool: &'a str,
     pub(crate) properties: ToolProperties<'a>,
-    pub(crate) args: Option<&'a Json>,
+    pub(crate) args: RuleArguments<'a>,
     pub(crate) run_id: Option<&'a str>,
     pub(crate) now_ms: u64,
 }
@@ -118,7 +140,10 @@ struct CheckVariables<'c, 'a> {
 
 impl VariableSource for CheckVariables<'_, '_> {
     fn args(&self) -> Option<&Json> {
-        self.check.input.args
+        match self.check.input.args {
+            RuleArguments::Known(args) => Some(args),
+            RuleArguments::NotYetKnown | RuleArguments::Absent => None,
+        }
     }
 
     fn now_ms(&self) -> u64 {
@@ -147,6 +172,14 @@ impl VariableSource for CheckVariables<'_, '_> {
 /// Returns a field of the tool. A name that is no tool has no other fields.
 fn describe_tool(name: &str, properties: ToolProperties<'_>, field: &str) -> Value {
     let ToolProperties::Known(entry) = properties else {
+        if let ToolProperties::Passthrough { upstream, risk } = properties {
+            match field {
+                "source" => return upstream.into(),
+                "effect" => return Effect::Read.as_str().into(),
+                "risk" => return risk.as_str().into(),
+                _ => {}
+            }
+        }
         return match field {
             "name" => name.into(),
             "tags" => Value::Array(Vec::new()),
@@ -245,7 +278,8 @@ impl CompiledRule {
     /// Checks the rule against a request whose action and tool name it is indexed for.
     pub(crate) fn check(&self, check: &RuleCheck<'_>) -> RuleMatch {
         let input = &check.input;
-        if !self.tools.admits([input.tool].into_iter()) {
+        let covers_run = matches!(input.properties, ToolProperties::WholeRun) && self.restricts();
+        if !covers_run && !self.tools.admits([input.tool].into_iter()) {
             return RuleMatch::No("tools");
         }
         if let Err(field) = self.concerns(input.caller) {
@@ -262,8 +296,17 @@ impl CompiledRule {
             Some(Err(reason)) => return RuleMatch::Failed(reason.clone()),
             Some(Ok(condition)) => condition,
         };
-        if condition.uses_args() && input.args.is_none() {
-            return RuleMatch::UnlessArguments;
+        match input.args {
+            RuleArguments::NotYetKnown if condition.uses_args() => {
+                return RuleMatch::UnlessArguments;
+            }
+            RuleArguments::Absent if condition.uses_args() => {
+                return RuleMatch::Failed("there are no arguments to evaluate".to_owned());
+            }
+            _ if covers_run && condition.uses_tool() => {
+                return RuleMatch::Failed("a run has more than one tool".to_owned());
+            }
+            _ => {}
         }
         match check.evaluate(self.rule.verdict, condition) {
             Ok(true) => RuleMatch::Yes,
@@ -276,7 +319,12 @@ impl CompiledRule {
         let entry = match properties {
             ToolProperties::Known(entry) => entry,
             ToolProperties::Unknown if self.rule.verdict == RuleVerdict::Deny => return Ok(()),
-            ToolProperties::Unknown | ToolProperties::None => {
+            ToolProperties::WholeRun if self.restricts() => return Ok(()),
+            ToolProperties::Passthrough { upstream, risk } => {
+                let sources = [Executor::MCP.source(), Executor::MCP.as_str(), upstream];
+                return self.check_values(sources.into_iter(), Effect::Read, risk);
+            }
+            ToolProperties::Unknown | ToolProperties::None | ToolProperties::WholeRun => {
                 let has_conditions = !self.sources.is_empty()
                     || !self.rule.effects.is_empty()
                     || self.rule.risk_min.is_some();
@@ -284,15 +332,29 @@ impl CompiledRule {
             }
         };
         let definition = &entry.definition;
-        if !self.sources.admits(sources_of(definition)) {
+        self.check_values(sources_of(definition), definition.effect, entry.risk)
+    }
+
+    fn check_values<'n>(
+        &self,
+        sources: impl Iterator<Item = &'n str>,
+        effect: Effect,
+        risk: Risk,
+    ) -> Result<(), &'static str> {
+        if !self.sources.admits(sources) {
             return Err("sources");
         }
-        if !self.rule.effects.is_empty() && !self.rule.effects.contains(&definition.effect) {
+        if !self.rule.effects.is_empty() && !self.rule.effects.contains(&effect) {
             return Err("effects");
         }
-        if self.rule.risk_min.is_some_and(|min| entry.risk < min) {
+        if self.rule.risk_min.is_some_and(|min| risk < min) {
             return Err("risk_min");
         }
         Ok(())
+    }
+
+    /// Returns true if the rule denies or asks.
+    fn restricts(&self) -> bool {
+        self.rule.verdict != RuleVerdict::Allow
     }
 }

@@ -294,6 +294,11 @@ impl RuleCondition {
         self.uses[VARIABLES.len() - 1]
     }
 
+    /// Returns true if the expression uses `tool`.
+    pub(crate) fn uses_tool(&self) -> bool {
+        self.uses[2] || self.fields.iter().any(|field| field.starts_with("tool"))
+    }
+
     /// Evaluates the condition. Its variables are set ([`ConditionVariables::set`]).
     ///
     /// # Errors
