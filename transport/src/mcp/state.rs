@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rmcp::model::{Implementation, LoggingLevel};
+use rmcp::model::LoggingLevel;
 use toolcrib::Engine;
 use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::registry::{RESULT_READ, name_for_model};
@@ -14,7 +14,7 @@ use toolcrib::registry::{RESULT_READ, name_for_model};
 use super::call_stream::StreamWaiters;
 use super::events::subscriptions::EventSubscriptions;
 use super::passthrough::PassthroughProvider;
-use super::request::{CallerView, CatalogueMode, McpRequest};
+use super::request::{CallerView, CatalogueMode, McpClientInfo, McpRequest};
 use super::settings::McpTransportSettings;
 use super::tool_list::ToolListCache;
 
@@ -48,14 +48,15 @@ impl McpTransportState {
     }
 
     /// Returns the form in which this caller sees the names of tools. Another Toolcrib, whose own
-    /// rules name the tools that it finds here, sees dotted names unless it chooses otherwise.
+    /// rules name the tools that it finds here, declares that it expects dotted names. Its name
+    /// proves nothing: agent frameworks send the name that their user gave to this server.
     pub(super) fn name_form(
         &self,
         view: &CallerView,
-        client: Option<&Implementation>,
+        client: Option<&McpClientInfo>,
     ) -> ToolNameForm {
-        let is_toolcrib = client.is_some_and(|client| client.name == SERVER_NAME);
-        let default = if is_toolcrib { ToolNameForm::Dotted } else { self.settings.names };
+        let expects_dots = client.is_some_and(McpClientInfo::expects_dotted_names);
+        let default = if expects_dots { ToolNameForm::Dotted } else { self.settings.names };
         view.names.unwrap_or(default)
     }
 
@@ -122,6 +123,6 @@ pub(super) struct RequestScope<'a> {
 impl RequestScope<'_> {
     /// Returns the form in which the MCP client of this request sees the names of tools.
     pub(super) fn name_form(&self) -> ToolNameForm {
-        self.shared.name_form(self.view, self.request.client.program.as_ref())
+        self.shared.name_form(self.view, Some(&self.request.client))
     }
 }

@@ -205,7 +205,8 @@ async fn call_result(
         found = tokio::time::timeout(Duration::from_millis(wait_ms + 60_000), waiting) => found,
     };
     // The result is one of `call.result`, which declares no output schema.
-    let format = ResultFormat::new(None, request.client.revision).for_client(&request.client);
+    let client = &request.client;
+    let format = ResultFormat::new(None, client.revision, scope.name_form()).for_client(client);
     let call = match found {
         Ok(Ok(call)) => call,
         Ok(Err(error)) => {
