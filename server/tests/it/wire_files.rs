@@ -198,6 +198,22 @@ async fn the_docs_page_needs_no_network() {
 }
 
 #[tokio::test]
+async fn the_docs_page_is_compressed_only_for_clients_that_accept_it() {
+    let server = Server::start().await;
+    let request = || server.api().request(reqwest::Method::GET, "/docs/swagger-ui.css");
+    let plain = request().send().await.unwrap();
+    assert_eq!(plain.headers().get("content-encoding"), None);
+    let plain = plain.text().await.unwrap();
+    assert!(plain.contains(".swagger-ui"), "a style sheet: {}", &plain[..80]);
+    let compressed = request().header("accept-encoding", "br;q=0.9, gzip;q=0.8");
+    let compressed = compressed.send().await.unwrap();
+    assert_eq!(compressed.headers()["content-encoding"], "gzip");
+    assert_eq!(compressed.headers()["vary"], "accept-encoding");
+    let compressed = compressed.bytes().await.unwrap();
+    assert!(compressed.len() < plain.len() / 4, "{} bytes", compressed.len());
+}
+
+#[tokio::test]
 async fn health_readiness_and_metrics_are_served() {
     let server = Server::start().await;
     let api = server.api();

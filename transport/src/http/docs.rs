@@ -3,19 +3,26 @@
 
 pub(super) mod examples;
 use std::collections::HashMap;
+use std::io::Read;
 use std::sync::LazyLock;
 
 use axum::Router;
-use axum::body::Bytes;
-use axum::http::{HeaderMap, header};
-use axum::response::IntoResponse;
+use axum::body::{Bytes, to_bytes};
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use flate2::bufread::GzDecoder;
 use toolcrib::domain::fault::Code;
 use utoipa::Modify;
 use utoipa::openapi::path::Operation;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{Content, ContentBuilder, OpenApi, Ref, RefOr, ResponseBuilder};
 use utoipa_swagger_ui::{Config, SwaggerUi};
+
+/// Limit of one compressed file of the interactive page; the largest has 0.4 MB.
+const MAX_COMPRESSED_FILE_BYTES: usize = 8 << 20;
 
 /// Declares bearer authentication for all operations. A server without keys does not require it.
 pub(super) struct BearerSecurity;
@@ -119,7 +126,43 @@ pub(super) fn docs_router() -> Router {
     Router::new()
         .route("/docs/errors", get(serve_errors_page))
         .route("/openapi.json", get(serve_openapi))
-        .merge(SwaggerUi::new("/docs").config(config))
+        .merge(Router::from(SwaggerUi::new("/docs").config(config)).layer(from_fn(expand_gzip)))
+}
+
+/// Expands a compressed file for a client that does not accept gzip. The binary holds the files of
+/// the interactive page only in compressed form, which keeps it 3 MB smaller.
+async fn expand_gzip(request: Request, next: Next) -> Response {
+    let accepts_gzip = accepted_values(request.headers(), header::ACCEPT_ENCODING)
+        .any(|coding| coding.eq_ignore_ascii_case("gzip"));
+    let mut response = next.run(request).await;
+    if !response.headers().contains_key(header::CONTENT_ENCODING) {
+        return response;
+    }
+    response.headers_mut().insert(header::VARY, HeaderValue::from_static("accept-encoding"));
+    if accepts_gzip {
+        return response;
+    }
+    let (mut parts, body) = response.into_parts();
+    let mut expanded = Vec::new();
+    let read = match to_bytes(body, MAX_COMPRESSED_FILE_BYTES).await {
+        Ok(content) => GzDecoder::new(&content[..]).read_to_end(&mut expanded),
+        Err(error) => Err(std::io::Error::other(error)),
+    };
+    if let Err(error) = read {
+        tracing::error!(%error, "a file of the page /docs cannot be expanded");
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    }
+    parts.headers.remove(header::CONTENT_ENCODING);
+    parts.headers.remove(header::CONTENT_LENGTH);
+    Response::from_parts(parts, expanded.into())
+}
+
+/// Returns the values of a list header, such as `Accept`, without their parameters.
+fn accepted_values(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
+    let lines = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
+    lines
+        .flat_map(|line| line.split(','))
+        .map(|value| value.split(';').next().unwrap_or_default().trim())
 }
 
 /// Serializes the document on the first request, because it is large and rarely requested.
@@ -130,11 +173,8 @@ async fn serve_openapi() -> impl IntoResponse {
 
 /// Serves HTML to a browser and Markdown to every other client.
 async fn serve_errors_page(headers: HeaderMap) -> impl IntoResponse {
-    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    let wants_html = accepted.flat_map(|value| value.split(',')).any(|range| {
-        let media_type = range.split(';').next().unwrap_or_default().trim();
-        media_type.eq_ignore_ascii_case("text/html")
-    });
+    let wants_html = accepted_values(&headers, header::ACCEPT)
+        .any(|media_type| media_type.eq_ignore_ascii_case("text/html"));
     let (content_type, page) = if wants_html {
         ("text/html; charset=utf-8", errors_html())
     } else {
