@@ -44,7 +44,7 @@ pub struct Measurement {
     pub unit: String,
     /// The figure of the product.
     pub value: f64,
-    /// The figure of the baseline in the same run.
+    /// The figure of the baseline in the same run; `floor` in the JSON and in the table.
     #[serde(rename = "floor")]
     pub baseline: Option<f64>,
     /// `value / baseline`; absent when there is no baseline or it was not above zero.

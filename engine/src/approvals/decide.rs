@@ -61,7 +61,7 @@ pub struct DecisionResult {
     pub is_repeated: bool,
 }
 
-/// A decision that passed its checks.
+/// A new decision that passed its checks and is ready to commit.
 struct CheckedDecision {
     index: usize,
     approval: Approval,
@@ -236,8 +236,8 @@ impl Approvals {
         }))
     }
 
-    /// Answers a decision about an approval that is no longer pending: the same decision again has
-    /// the same result, every other one is a conflict.
+    /// Answers a decision about an approval that is no longer pending. The same verdict with the
+    /// same scope and without other arguments has the same result; everything else is a conflict.
     async fn repeated(
         &self,
         caller: &Caller,
@@ -294,6 +294,8 @@ impl Approvals {
     ) -> Result<DecisionResult, Error> {
         match outcome? {
             AdvanceOutcome::Committed(call) => {
+                // An approved call is queued, and a replaced one waits for its replacement: only a
+                // rejection ends the call.
                 let is_rejected = call.status.is_terminal() && decision.replaced_by.is_none();
                 let status = match is_rejected {
                     true => ApprovalStatus::Rejected,
@@ -316,9 +318,11 @@ impl Approvals {
     }
 }
 
-/// A decision after its checks.
+/// The result of checking a decision.
 enum PreparedDecision {
+    /// To be committed.
     New(Box<CheckedDecision>),
+    /// Made before: there is nothing to commit.
     Repeated(Box<DecisionResult>),
 }
 

@@ -1,14 +1,15 @@
 //! The concurrency limiter: it bounds the number of attempts in flight and queues the calls that
 //! wait for a slot.
 //!
-//! Five limits apply together: engine, project, tool, agent and user. All of them count every
-//! attempt in flight, wherever it runs. A call that waits for an absent client does not count
-//! against the limits of the engine and its project: for these the client queue takes a permit when
-//! it hands the work to a client, so an absent client cannot use up the slots of its project. Calls
-//! queue per project and tool, and those of agents and users with a limit in queues of their own;
-//! free slots go round-robin over the queues, so a busy tool or agent does not starve the others.
-//! All of this is in memory only: after a restart the queues, and the slots of attempts still in
-//! flight, are rebuilt from the store.
+//! Five limits apply together: engine, project, tool, agent and user. They count the attempts in
+//! flight, wherever these run. Calls that the caller or an agent executes, and those of the tools
+//! that hand work to agents, count against none of them. A call that waits for an absent client
+//! does not count against the limits of the engine and its project: for these two the client queue
+//! takes a permit when it hands the work to a client, so an absent client cannot use up the slots
+//! of its project. Calls queue per project and tool, and those of agents and users with a limit in
+//! queues of their own; free slots go round-robin over the queues, so a busy tool or agent does not
+//! starve the others. All of this is in memory only: after a restart the queues, and the slots of
+//! attempts still in flight, are rebuilt from the store.
 
 pub mod key_counts;
 use std::collections::{BTreeMap, HashMap};
@@ -21,7 +22,7 @@ use crate::calls::limiter::key_counts::KeyCounts;
 use crate::domain::directory::usage_limits::LimitMember;
 use crate::domain::id::CallId;
 
-/// Key of a queue: a project and a tool.
+/// A tool of a project: the key of the tool's slots, and the first part of a `QueueId`.
 #[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct QueueKey {
     pub project: String,
@@ -165,6 +166,14 @@ impl LimiterState {
             self.members.decrement(member);
         }
     }
+
+    fn remove_at(&mut self, queue: &QueueId, position: u64) -> Option<QueuedCall> {
+        let queued_call = self.queues.get_mut(queue)?.remove(&position);
+        if self.queues.get(queue).is_some_and(BTreeMap::is_empty) {
+            self.queues.remove(queue);
+        }
+        queued_call
+    }
 }
 
 impl Slot {
@@ -176,16 +185,6 @@ impl Slot {
             self.scope.members = members;
             state.acquire(&self.scope);
         }
-    }
-}
-
-impl LimiterState {
-    fn remove_at(&mut self, queue: &QueueId, position: u64) -> Option<QueuedCall> {
-        let queued_call = self.queues.get_mut(queue)?.remove(&position);
-        if self.queues.get(queue).is_some_and(BTreeMap::is_empty) {
-            self.queues.remove(queue);
-        }
-        queued_call
     }
 }
 
@@ -212,7 +211,7 @@ impl ConcurrencyLimiter {
     }
 
     /// Acquires a slot for work that the client queue hands to a client. If none is free, the next
-    /// released slot wakes the dispatcher.
+    /// released slot wakes `claim_queued`, which lets the client queue try again.
     pub(crate) fn try_acquire_delivery(
         self: &Arc<Self>,
         scope: &SlotScope,
@@ -227,12 +226,13 @@ impl ConcurrencyLimiter {
         Some(Slot { limiter: self.clone(), scope: scope.clone() })
     }
 
-    /// Returns true if the client queue was refused a slot since the last time.
+    /// Returns true if the client queue was refused a slot since the last call of this method.
     pub(crate) fn take_blocked_deliveries(&self) -> bool {
         std::mem::take(&mut self.state.lock().has_blocked_deliveries)
     }
 
-    /// Withholds slots of tools that have a limit until the attempts in flight are counted.
+    /// Withholds the slots of tools, agents and users that have a limit until the attempts in flight
+    /// are counted.
     pub(crate) fn begin_recovery(&self) {
         self.state.lock().is_recovering = true;
     }
@@ -243,7 +243,7 @@ impl ConcurrencyLimiter {
         self.recheck_queues();
     }
 
-    /// Wakes the dispatcher after the limits may have changed: a queued call may fit now.
+    /// Wakes `claim_queued` after the limits may have changed: a queued call may fit now.
     pub(crate) fn recheck_queues(&self) {
         if !self.state.lock().positions.is_empty() {
             self.capacity_changed.notify_one();
@@ -319,7 +319,7 @@ impl ConcurrencyLimiter {
         Some((queued_call.call_id, Slot { limiter: self.clone(), scope: queued_call.scope }))
     }
 
-    /// Waits until a slot may be free or a call was queued.
+    /// Waits until a slot may be free or a call was queued; for `claim_queued`.
     pub(crate) async fn wait_for_capacity(&self) {
         self.capacity_changed.notified().await;
     }

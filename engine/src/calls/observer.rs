@@ -19,6 +19,7 @@ pub(crate) struct CallTelemetry {
 
 /// Result of an attempt that has ended.
 pub(crate) struct AttemptEnd {
+    /// Code of the failure; `None` if the attempt succeeded.
     fault_code: Option<Code>,
 }
 
@@ -48,15 +49,14 @@ impl CallTelemetry {
             .is_some_and(|observer| observer.is_sampled(&SpanIds::for_call(call)))
     }
 
-    /// Returns true if metrics record the name of the call's tool. Built-in tools are public; the
-    /// names of projects' tools are shown to operators only.
+    /// Returns true if metrics record the name of the call's tool. They always name built-in tools;
+    /// `Registry::shows_tool_names` decides which callers see the names of projects' tools.
     pub(crate) fn can_name_tool(&self, call: &Call) -> bool {
-        let shared = call.target.traits.in_process;
-        shared || self.registry.records_tool_names()
+        call.target.traits.in_process || self.registry.records_tool_names()
     }
 
-    /// Detects whether a transition ended the attempt in flight. Called before the records are
-    /// consumed.
+    /// Returns the end of the attempt in flight if this transition ended it; `None` also without an
+    /// observer. Called before the records are consumed.
     pub(crate) fn detect_attempt_end(
         &self,
         before: &Call,
@@ -70,10 +70,10 @@ impl CallTelemetry {
         if let Some(outcome) = &after.outcome {
             return Some(AttemptEnd { fault_code: outcome.error.as_ref().map(|fault| fault.code) });
         }
-        let is_repetition = |record: &&EventRecord| {
+        let announces_next = |record: &&EventRecord| {
             matches!(record.kind, EventKind::Retrying | EventKind::Fallback)
         };
-        let record = records.iter().rev().find(is_repetition);
+        let record = records.iter().rev().find(announces_next);
         let code =
             record.and_then(|record| record.data.get("code")?.as_str()).and_then(Code::parse);
         Some(AttemptEnd { fault_code: Some(code.unwrap_or(Code::RuntimeError)) })

@@ -35,9 +35,10 @@ pub(crate) async fn run(utp: Arc<Utp>) {
     }
 }
 
-/// The time of each agent's last wakeup, and the cursor for the next pass.
+/// The agents that were woken within `WAKEUP_INTERVAL_MS`, and the cursor for the next pass.
 #[derive(Default)]
 pub struct WakeupThrottle {
+    /// Time of the last wakeup, by project and agent. Each pass removes those that are too old.
     last_sent_ms: Mutex<HashMap<(String, String), u64>>,
     cursor: AtomicU64,
 }
@@ -61,11 +62,11 @@ async fn deliver_missed_outcomes(utp: &Arc<Utp>) -> Result<(), Error> {
             .map_err(from_store_error)?;
         let Some((last, _)) = page.last() else { return Ok(()) };
         after = *last;
-        for (_, waiting) in page {
-            let Some(id) = waiting.call_id.as_deref().and_then(|id| id.parse().ok()) else {
+        for (_, step_call) in page {
+            let Some(id) = step_call.call_id.as_deref().and_then(|id| id.parse().ok()) else {
                 continue;
             };
-            let call = utp.cards.find_call(&waiting.project, &id).await?;
+            let call = utp.cards.find_call(&step_call.project, &id).await?;
             if let Some(call) = call.filter(|call| call.status.is_terminal()) {
                 utp.deliver_to_inbox(&call).await?;
             }
@@ -106,20 +107,22 @@ async fn resend_wakeups(utp: &Arc<Utp>, throttle: &WakeupThrottle) -> Result<(),
 async fn send_due_wakeups(
     utp: &Arc<Utp>,
     throttle: &WakeupThrottle,
-    waiting: Vec<InboxItem>,
+    unread: Vec<InboxItem>,
     now_ms: u64,
 ) -> Result<(), Error> {
     let due: Vec<InboxItem> = {
-        let mut last = throttle.last_sent_ms.lock();
-        let mut ring =
-            |item: &InboxItem| match last.entry((item.project.clone(), item.agent_id.clone())) {
+        let mut last_sent_ms = throttle.last_sent_ms.lock();
+        let mut record_if_due = |item: &InboxItem| {
+            let agent = (item.project.clone(), item.agent_id.clone());
+            match last_sent_ms.entry(agent) {
                 Entry::Occupied(_) => false,
                 Entry::Vacant(vacant) => {
                     vacant.insert(now_ms);
                     true
                 }
-            };
-        waiting.into_iter().filter(|item| ring(item)).collect()
+            }
+        };
+        unread.into_iter().filter(|item| record_if_due(item)).collect()
     };
     let mut messages = Vec::new();
     for item in due {
@@ -127,8 +130,11 @@ async fn send_due_wakeups(
         let turn = utp.core.store.utp().turn(&item.project, &item.turn_id).await;
         let turn = turn.map_err(from_store_error)?;
         let channel = turn.as_ref().map_or(DEFAULT_CHANNEL, |turn| turn.channel.as_str());
-        let again = utp.build_wakeup(&item, channel);
-        messages.extend(again.map(|l| OutboxMessage { id: format!("{}-{now_ms}", l.id), ..l }));
+        // A new id: the outbox ignores a message whose id it already has.
+        messages.extend(
+            utp.build_wakeup(&item, channel)
+                .map(|wakeup| OutboxMessage { id: format!("{}-{now_ms}", wakeup.id), ..wakeup }),
+        );
     }
     if messages.is_empty() {
         return Ok(());

@@ -1,5 +1,5 @@
 //! Webhook deliveries: lists them, requests redelivery, and tracks the attempts in flight. The
-//! attempts themselves are made by [`crate::maintenance::webhook_dispatcher`].
+//! attempts themselves are made by [`super::dispatcher`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

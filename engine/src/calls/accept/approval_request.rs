@@ -45,7 +45,8 @@ pub(crate) struct RequiredApproval {
     pub(crate) digest: String,
 }
 
-/// Enforces a decision about a call. Returns the approval that the call needs, if it needs one.
+/// Refuses a call that the rules deny. If a rule asks for an approval, returns its ask; the call is
+/// then to be held for the approval.
 pub(crate) async fn enforce_unless_asked(
     registry: &Registry,
     caller: &Caller,
@@ -60,8 +61,8 @@ pub(crate) async fn enforce_unless_asked(
     Ok(ask)
 }
 
-/// Holds a new call for the approval that its rule asks for, unless a standing approval
-/// releases it. Returns the approval to store with the call, and the record of it.
+/// Holds a new call for the approval that its rule asks for. Returns the approval to store with the
+/// call, and the record of it; `None` if a standing approval releases the call.
 pub(crate) async fn request_approval(
     dispatcher: &Dispatcher,
     catalog: &Catalog,

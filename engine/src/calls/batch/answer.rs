@@ -62,7 +62,7 @@ pub struct BatchAnswer {
     /// The same results as messages for the model, each in the format of its entry. In the chat
     /// format, messages with the media of the results follow after them.
     pub messages: Vec<Json>,
-    /// Each result as the [`EntryRenderer`] wrote it; empty if the batch had none.
+    /// Each result as the [`EntryRenderer`] wrote it; empty if the batch has no renderer.
     pub texts: Vec<String>,
     /// The deliveries of the entries that a repeated batch may join. The requester marks each when
     /// it has the answer.
@@ -320,8 +320,8 @@ fn fault_with_message_only(fault: &Fault, message: String) -> Fault {
 }
 
 impl BatchAnswer {
-    /// Builds the answer from its entries. With a budget, the messages and texts are written here,
-    /// when the share of each entry is known.
+    /// Builds the answer from its entries, without deliveries. With a budget, the messages and texts
+    /// are written here, when the share of each entry is known.
     pub(super) async fn assemble(
         entries: Vec<RenderedEntry>,
         budget: Option<usize>,

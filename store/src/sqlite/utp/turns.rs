@@ -8,8 +8,9 @@ use toolcrib::ports::store::utp::TurnChange;
 use super::encode_body;
 use crate::sqlite::utp::outbox;
 
-/// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
-/// stored version is not the preceding one.
+/// Saves a turn with its step calls, inbox items and outbox messages, and marks the acknowledged
+/// inbox items as read. If the stored version is not the preceding one, changes nothing and returns
+/// a conflict.
 pub(super) fn save_turn(
     connection: &Connection,
     turn: &Turn,

@@ -42,20 +42,20 @@ pub(in super::super) struct IngressStreamQuery {
 pub(in super::super) async fn sse(
     State(http_state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
-    QueryParams(listening): QueryParams<IngressStreamQuery>,
+    QueryParams(query): QueryParams<IngressStreamQuery>,
     credentials: RequestCredentials,
 ) -> Result<impl IntoResponse, ApiError> {
-    let connecting = ConnectOptions {
-        client_id: listening.client_id,
+    let options = ConnectOptions {
+        client_id: query.client_id,
         window: resolve_window(
             "max_in_flight",
-            listening.max_in_flight,
+            query.max_in_flight,
             http_state.settings.default_max_in_flight,
         )?,
-        redelivery: if listening.resume { Redelivery::All } else { Redelivery::ReversibleOnly },
+        redelivery: if query.resume { Redelivery::All } else { Redelivery::ReversibleOnly },
         transport: Transport::Streaming,
     };
-    let session = http_state.engine.clients().connect(&caller, connecting).await?;
+    let session = http_state.engine.clients().connect(&caller, options).await?;
     let state = (session, http_state.engine.clone(), credentials);
     // Dropping the stream drops the session, which returns unacknowledged requests to the queue.
     let messages = stream::unfold(state, async |(mut session, engine, credentials)| {
@@ -65,9 +65,10 @@ pub(in super::super) async fn sse(
         let event = Event::default().event(body.kind()).data(to_json(&body));
         Some((Ok::<_, Infallible>(event), (session, engine, credentials)))
     });
-    let every = Duration::from_millis(http_state.settings.heartbeat_ms);
-    // An SSE client sends nothing, so undelivered heartbeats are the only sign that it is gone.
+    let heartbeat_interval = Duration::from_millis(http_state.settings.heartbeat_ms);
+    // A client sends nothing on this connection, so undelivered heartbeats are the only sign that
+    // it is gone.
     let dead_after = AckTimeout(Duration::from_millis(http_state.settings.dead_after_ms));
-    let events = Sse::new(messages).keep_alive(KeepAlive::new().interval(every));
+    let events = Sse::new(messages).keep_alive(KeepAlive::new().interval(heartbeat_interval));
     Ok((Extension(dead_after), events))
 }
