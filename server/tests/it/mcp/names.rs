@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::support::Server;
-use crate::support::api::offer_with;
+use crate::support::api::{offer, offer_with};
 use crate::support::mcp::Mcp;
 
 fn is_model_name(name: &str) -> bool {
