@@ -455,10 +455,13 @@ impl ClientQueueState {
                 let movable_entry = self.requests.get(*id).filter(|entry| {
                     entry.pinned.is_none() && entry.item.effect != Effect::Irreversible
                 });
-                // Between two polls a client has no connection and is not gone.
+                // A client that polls has no connection while it works, and is not gone: its lease
+                // alone decides. After a restart it is known to poll once it has polled again.
                 let is_gone = |entry: &WorkEntry| {
                     let has_left = !lease.polled && away_ms >= FAILOVER_GRACE_MS;
-                    away_ms >= DISCONNECT_GRACE_MS || has_left && self.has_other_client(key, entry)
+                    let is_away = away_ms >= DISCONNECT_GRACE_MS;
+                    let works_between_polls = lease.polled && client.is_polling;
+                    is_away && !works_between_polls || has_left && self.has_other_client(key, entry)
                 };
                 expired || lease.acknowledged && movable_entry.is_some_and(is_gone)
             });

@@ -266,6 +266,41 @@ async fn an_acknowledged_polled_item_is_redelivered_after_half_its_time() {
 }
 
 #[tokio::test]
+async fn a_client_that_works_without_polling_keeps_its_item_for_half_its_time() {
+    let fixture = TestQueue::new();
+    let deadline_ms = fixture.clock.now_ms() + 4 * POLL_LEASE_MS;
+    let call = fixture.put_until(deadline_ms, Effect::Read, None, None).await;
+    let mut poll = fixture.connect("one", Transport::Polling, Redelivery::ReversibleOnly, 1);
+    assert_eq!(ids(&mut poll), [(call.clone(), false)]);
+    fixture.queue.acknowledge("p", "one", &call);
+    drop(poll);
+    // The client polls again only after it has answered, and another client waits for work.
+    let mut two = fixture.connect("two", Transport::Streaming, Redelivery::ReversibleOnly, 8);
+    for wait_ms in [DISCONNECT_GRACE_MS, POLL_LEASE_MS - 1] {
+        fixture.clock.advance(wait_ms);
+        fixture.queue.requeue_expired();
+        assert_eq!(ids(&mut two), []);
+    }
+    fixture.clock.advance(1);
+    fixture.queue.requeue_expired();
+    assert_eq!(ids(&mut two), [(call, true)]);
+}
+
+#[tokio::test]
+async fn after_a_restart_an_item_leaves_a_client_that_does_not_return() {
+    let fixture = TestQueue::new();
+    let deadline_ms = fixture.clock.now_ms() + 4 * POLL_LEASE_MS;
+    let call = fixture.put_until(deadline_ms, Effect::Read, None, Some("one")).await;
+    let mut two = fixture.connect("two", Transport::Streaming, Redelivery::ReversibleOnly, 8);
+    fixture.clock.advance(DISCONNECT_GRACE_MS - 1);
+    fixture.queue.requeue_expired();
+    assert_eq!(ids(&mut two), []);
+    fixture.clock.advance(1);
+    fixture.queue.requeue_expired();
+    assert_eq!(ids(&mut two), [(call, true)]);
+}
+
+#[tokio::test]
 async fn an_item_acknowledged_before_delivery_is_not_given_to_others() {
     let fixture = TestQueue::new();
     let call = fixture.put(Effect::Irreversible, None, None).await;
