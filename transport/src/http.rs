@@ -185,7 +185,8 @@ pub fn router(state: HttpState) -> Router {
 async fn path_not_found(request: Request) -> Response {
     let path: String = request.uri().path().chars().take(200).collect();
     let message = format!("there is no route {path}; /docs lists the routes");
-    problem_response(&Fault::new(Code::NotFound, message), None)
+    let fault = Fault::new(Code::NotFound, message).with_hint("check the path of the URL");
+    problem_response(&fault, None)
 }
 
 async fn method_not_allowed(request: Request) -> Response {

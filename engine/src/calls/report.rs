@@ -212,7 +212,8 @@ impl Dispatcher {
             let other = holder.as_deref().filter(|holder| *holder != client_id);
             if let Some(other) = other.filter(|_| !call.status.is_terminal()) {
                 let message = format!("call \"{id}\" is for client \"{other}\"");
-                return Err(Error::refused(Code::PermissionDenied, message));
+                let hint = "only that client acknowledges the call and reports its result";
+                return Err(Fault::new(Code::PermissionDenied, message).with_hint(hint).into());
             }
             // A client that has the call may have withdrawn the tool in the meantime.
             let has_lease = self.client_queue.lease_holder(id).as_deref() == Some(client_id);
@@ -365,7 +366,8 @@ fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), 
         return Ok(());
     }
     let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
-    Err(Error::refused(Code::PermissionDenied, message))
+    let hint = "register the tool for this client, or name the client that has the call";
+    Err(Fault::new(Code::PermissionDenied, message).with_hint(hint).into())
 }
 
 /// Converts a refused event into an error that names its reason. `attempt` is the attempt that the

@@ -110,7 +110,7 @@ const TABLE: [Row; 17] = [
         404,
         false,
         "no object has this id",
-        "check the id; finished calls are purged after the configured retention",
+        "check the name or the id that the message shows",
     ),
     row(
         Code::Unauthenticated,
@@ -128,7 +128,7 @@ const TABLE: [Row; 17] = [
         403,
         false,
         "the caller may not do this",
-        "the message names the rule; an operator can change it (toolcrib allow, toolcrib keys)",
+        "the message says why; an operator can change rules and keys (toolcrib rules, toolcrib keys)",
     ),
     row(
         Code::Conflict,

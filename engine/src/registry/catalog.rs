@@ -547,7 +547,10 @@ impl Registry {
             require_client_owner(catalog, caller, client_id)?;
             if !catalog.tools_offered_by(&project, client_id).contains(tool) {
                 let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
-                return Err(Error::refused(Code::NotFound, message));
+                return Err(Error::not_found(
+                    message,
+                    "GET /v1/clients lists the tools of each client",
+                ));
             }
             let (client_id, tool) = (client_id.to_owned(), tool.to_owned());
             Ok((DirectoryChange::Withdraw { project: project.clone(), client_id, tool }, None))
@@ -658,7 +661,8 @@ pub(crate) fn require_client_owner(
         return Ok(());
     }
     let message = format!("client \"{client_id}\" belongs to another key");
-    Err(Error::refused(Code::PermissionDenied, message))
+    let hint = "use a key with the agent name that registered the client, or another client_id";
+    Err(Fault::new(Code::PermissionDenied, message).with_hint(hint).into())
 }
 
 pub(crate) fn require_registered(

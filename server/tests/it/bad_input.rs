@@ -219,7 +219,9 @@ async fn unknown_paths_get_404_and_unsupported_methods_405() {
     let server = Server::start().await;
     let api = server.api();
     for path in ["/", "/v1", "/v1/nothing", "/v2/tools", "/internal", "/v1/tools/"] {
-        let error = api.get(path).await.refused(404, "NOT_FOUND");
+        let answer = api.get(path).await;
+        assert_eq!(answer.body["hint"], "check the path of the URL", "not advice on ids");
+        let error = answer.refused(404, "NOT_FOUND");
         assert!(message(&error).contains("/docs"), "{error}");
     }
     for (method, path) in [

@@ -201,6 +201,8 @@ async fn a_report_names_only_a_client_that_offers_the_tool() {
     assert!(message(&error).contains("\"nobody\" has not registered"), "{error}");
     let error = api.submit(&id, submit("c2")).await.refused(403, "PERMISSION_DENIED");
     assert!(message(&error).contains("\"c2\" does not offer \"a.tool\""), "{error}");
+    let hint = error["detail"]["hint"].as_str().unwrap();
+    assert!(hint.contains("register the tool"), "no rule is the cause: {hint}");
     let path = format!("/internal/tool_calls/{id}/progress");
     let progress = json!({ "percent": 5, "client_id": "nobody" });
     api.post(&path, progress).await.refused(404, "NOT_FOUND");
