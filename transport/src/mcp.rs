@@ -8,7 +8,7 @@
 //!
 //! Layers, lowest first. A module uses only modules of lower layers:
 //!
-//! 1. `settings`, `passthrough`, `request` and `duplicate_keys`: the settings, the port to
+//! 1. `settings`, `passthrough`, `request` and `call_arguments`: the settings, the port to
 //!    resources and prompts of MCP servers, the properties of one request, and repeated keys in the
 //!    text of a message.
 //! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format;
@@ -21,8 +21,8 @@
 //!    there.
 //! 7. `http`: the route `/mcp`, with authentication.
 
+mod call_arguments;
 mod call_stream;
-mod duplicate_keys;
 mod events;
 mod http;
 mod operations;
@@ -38,7 +38,7 @@ mod task_subscription;
 mod tool_list;
 mod tool_result;
 
-pub use duplicate_keys::mark_lines;
+pub use call_arguments::mark_lines;
 pub use http::router;
 pub use passthrough::{
     PassthroughChange, PassthroughChangeKind, PassthroughChangeStream, PassthroughProvider,

@@ -25,10 +25,10 @@ use toolcrib::registry::audit;
 use toolcrib_protocol::outbound::is_loopback_host;
 
 use self::stateless_call::StatelessCall;
+use super::call_arguments;
 use super::call_stream::{
     self, CallEventId, CallStoredSignal, CallStreamOptions, InternalIds, StreamId, StreamedRequest,
 };
-use super::duplicate_keys;
 use super::request::{CallerView, CatalogueMode, McpViewOptions, session_id};
 use super::resume::{self, EventChunks, ResumedStreams};
 use super::server::{McpHandler, McpTransport};
@@ -256,7 +256,7 @@ impl McpHttpState {
     ) -> Result<Response, Error> {
         Ok(match (method, &session) {
             (Some("tools/call"), _) => {
-                let marked = duplicate_keys::mark_message(&body);
+                let marked = call_arguments::mark_message(&body);
                 let body = marked.map_or(body, Bytes::from);
                 self.serve_call(parts, body, view, session).await
             }

@@ -24,8 +24,8 @@ use toolcrib::domain::directory::audit::RequestOrigin;
 use toolcrib::registry::audit;
 use toolcrib::{Caller, Engine};
 
+use super::call_arguments;
 use super::call_stream::ResumedCall;
-use super::duplicate_keys;
 use super::events::subscriptions::EventSubscriptions;
 use super::events::webhook::EventSender;
 use super::operations::call::{self, ToolDiscovery};
@@ -111,7 +111,7 @@ impl McpTransport {
         self.shared.events.start();
         let server = self.new_handler(view);
         let running =
-            rmcp::serve_server(server, (duplicate_keys::mark_lines(input), output)).await?;
+            rmcp::serve_server(server, (call_arguments::mark_lines(input), output)).await?;
         running.waiting().await?;
         Ok(())
     }

@@ -1,9 +1,17 @@
 //! T29: JSON that parsers disagree about, in arguments and results, over HTTP, WebSocket and MCP,
 //! with SQLite and PostgreSQL. A request is accepted or refused with a client error, never with a
-//! server error; what is accepted is stored and read back unchanged.
+//! server error; what is accepted is delivered, stored and read back as it was written, digit by
+//! digit.
 
+use std::collections::HashMap;
+
+use futures::StreamExt;
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::protocol::frame::Frame;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::{CloseCode, Data, OpCode};
+use toolcrib::domain::json::Json;
 
 use crate::support::database::Database;
 use crate::support::process::Server;
@@ -215,20 +223,54 @@ fn around(before: &str, value: &[u8], after: &str) -> Vec<u8> {
     [before.as_bytes(), value, after.as_bytes()].concat()
 }
 
-/// Sends a value as arguments and as a result, over each transport. Returns the call that HTTP
-/// accepted.
-async fn send_everywhere(api: &Api, value: &[u8]) -> Option<String> {
-    let name = String::from_utf8_lossy(&value[..value.len().min(60)]).into_owned();
-    let body = around("{\"run_id\":\"r\",\"args\":{\"v\":", value, "}}");
-    let answer = api.post_raw("/v1/tools/json.echo/invoke", body).await;
-    let status = answer.status.as_u16();
-    assert!(status == 202 || status == 400 || status == 422, "{name}: {}", answer.text);
-    let id = (status == 202).then(|| answer.body["tool_call_id"].as_str().unwrap().to_owned());
+/// Returns the text of a field, as it was written.
+fn raw_field(text: &str, path: &[&str]) -> String {
+    let mut text = text;
+    for name in path {
+        let fields: Result<HashMap<String, &RawValue>, _> = serde_json::from_str(text);
+        let fields = fields.unwrap_or_else(|error| panic!("{error}: {text}"));
+        text = fields.get(*name).unwrap_or_else(|| panic!("no {name} in {text}")).get();
+    }
+    text.to_owned()
+}
 
-    let params = "{\"name\":\"json.echo\",\"arguments\":{\"v\":";
+/// Returns the decoded text of a string field.
+fn text_field(text: &str, path: &[&str]) -> String {
+    let raw = raw_field(text, path);
+    serde_json::from_str(&raw).unwrap_or_else(|error| panic!("{error}: {raw}"))
+}
+
+/// Returns the form in which an accepted value is stored: without the white space around it, and
+/// in results with U+FFFD for each half of a surrogate pair.
+fn stored_form(value: &str) -> String {
+    let mut stored = value.trim_matches([' ', '\t', '\n', '\r']).to_owned();
+    let halves = ["\\uD800\\uD800\\n", "\\uD888\\u1234", "\\uD800\"", "\\uDFAA\"", "\\uDd1ea\""];
+    let replaced = ["\\ufffd\\ufffd\\n", "\\ufffd\\u1234", "\\ufffd\"", "\\ufffd\"", "\\ufffda\""];
+    for (half, replacement) in halves.iter().zip(replaced) {
+        stored = stored.replace(half, replacement);
+    }
+    stored
+}
+
+fn name(value: &[u8]) -> String {
+    String::from_utf8_lossy(&value[..value.len().min(60)]).into_owned()
+}
+
+/// Sends a value as arguments over HTTP. Returns the id of the call, or `None` if it was refused.
+async fn invoke(api: &Api, tool: &str, value: &[u8]) -> Option<String> {
+    let body = around("{\"run_id\":\"r\",\"args\":{\"v\":", value, "}}");
+    let answer = api.post_raw(&format!("/v1/tools/{tool}/invoke"), body).await;
+    let status = answer.status.as_u16();
+    assert!(matches!(status, 202 | 400 | 422), "{}: {}", name(value), answer.text);
+    (status == 202).then(|| answer.body["tool_call_id"].as_str().unwrap().to_owned())
+}
+
+/// Sends a value as arguments over MCP. Returns the body of the answer.
+async fn call_over_mcp(api: &Api, tool: &str, value: &[u8]) -> String {
+    let params = format!("{{\"name\":\"{tool}\",\"arguments\":{{\"v\":");
     let meta = json!({ "io.modelcontextprotocol/protocolVersion": "2026-07-28",
         "io.modelcontextprotocol/clientInfo": { "name": "test", "version": "1" },
-        "io.modelcontextprotocol/clientCapabilities": {}, "toolcrib/timeout_ms": 1 });
+        "io.modelcontextprotocol/clientCapabilities": {} });
     let before =
         format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"tools/call\",\"params\":{params}");
     let request = api.request(reqwest::Method::POST, "/mcp");
@@ -237,75 +279,209 @@ async fn send_everywhere(api: &Api, value: &[u8]) -> Option<String> {
         .header("accept", "application/json, text/event-stream")
         .header("mcp-protocol-version", "2026-07-28")
         .header("mcp-method", "tools/call")
-        .header("mcp-name", "json.echo")
+        .header("mcp-name", tool)
         .body(around(&before, value, &format!("}},\"_meta\":{meta}}}}}")));
     let answer = soon("the answer of MCP", request.send()).await.unwrap();
-    assert!(answer.status().as_u16() < 500, "{name}: {}", answer.status());
+    let status = answer.status().as_u16();
     let text = soon("the body of MCP", answer.text()).await.unwrap();
-    assert!(!text.contains("internal error"), "{name}: {text}");
-    id
+    assert!(status == 200 || status == 400 || status == 422, "{}: {status} {text}", name(value));
+    assert!(!text.contains("internal error"), "{}: {text}", name(value));
+    let data = text.lines().filter_map(|line| line.strip_prefix("data:")).next_back();
+    data.map_or(text.clone(), |data| data.trim().to_owned())
 }
 
-async fn send_result(api: &Api, id: &str, value: &[u8]) -> u16 {
+async fn submit(api: &Api, id: &str, value: &[u8]) -> u16 {
     let body = around("{\"status\":\"SUCCEEDED\",\"result\":", value, "}");
     let answer = api.post_raw(&format!("/internal/tool_calls/{id}/submit"), body).await;
     answer.status.as_u16()
 }
 
-/// Parses a value whose numbers JSON's own types hold.
-fn parsed(value: &[u8]) -> Option<Value> {
-    serde_json::from_slice(value).ok()
+/// Returns a message of the WebSocket that reports this value as the result of a call.
+fn result_message(id: &str, value: &[u8]) -> Vec<u8> {
+    let before = format!(
+        "{{\"type\":\"tool_result\",\"tool_call_id\":\"{id}\",\"attempt\":1,\
+         \"status\":\"SUCCEEDED\",\"result\":"
+    );
+    around(&before, value, "}")
+}
+
+/// A server, a client without a connection that provides `json.echo`, and one with a WebSocket that
+/// provides `json.socket`.
+struct Exchange {
+    api: Api,
+    socket: Ws,
+    /// Ids of accepted calls, and the result of each as it must be stored.
+    stored: Vec<(String, String)>,
+}
+
+impl Exchange {
+    async fn new(api: &Api) -> Self {
+        let tool = |name: &str| json!([{ "name": name, "schema": {}, "timeout_ms": 600_000 }]);
+        api.register("c1", tool("json.echo")).await;
+        let socket = Ws::offering(api, "c2", tool("json.socket")).await;
+        Self { api: api.clone(), socket, stored: Vec::new() }
+    }
+
+    /// Waits for a request on the WebSocket. Returns the id of its call, and its argument `v` as it
+    /// was written.
+    async fn take_request(&mut self) -> (String, String) {
+        let request = self.socket.next_text().await.expect("the connection ended");
+        assert_eq!(text_field(&request, &["type"]), "tool_request", "{request}");
+        (text_field(&request, &["tool_call_id"]), raw_field(&request, &["args", "v"]))
+    }
+
+    /// Waits for a request on the WebSocket and asserts that it has these arguments. Returns the
+    /// id of its call.
+    async fn take(&mut self, value: &str) -> String {
+        let (id, args) = self.take_request().await;
+        assert_eq!(args, stored_form(value), "the arguments");
+        id
+    }
+
+    /// Reports a result on the WebSocket. Returns false if it was refused.
+    async fn report(&mut self, id: &str, value: &str) -> bool {
+        let message = String::from_utf8(result_message(id, value.as_bytes())).unwrap();
+        self.socket.send_raw(Message::text(message)).await;
+        let answer = self.socket.next_text().await.expect("the connection ended");
+        match text_field(&answer, &["type"]).as_str() {
+            "result_ack" => assert_eq!(text_field(&answer, &["status"]), "SUCCEEDED", "{answer}"),
+            "error" => {
+                assert_eq!(text_field(&answer, &["error", "code"]), "BAD_REQUEST", "{answer}");
+                return false;
+            }
+            _ => panic!("{value}: {answer}"),
+        }
+        self.stored.push((id.to_owned(), stored_form(value)));
+        true
+    }
+
+    /// Sends a value that a JSON parser must accept through every transport.
+    async fn send_valid(&mut self, value: &str) {
+        let id = invoke(&self.api, "json.echo", value.as_bytes()).await;
+        let id = id.unwrap_or_else(|| panic!("the arguments {value} were refused"));
+        assert_eq!(submit(&self.api, &id, value.as_bytes()).await, 200, "{value}");
+        self.stored.push((id, stored_form(value)));
+
+        assert!(invoke(&self.api, "json.socket", value.as_bytes()).await.is_some(), "{value}");
+        let id = self.take(value).await;
+        assert!(self.report(&id, value).await, "the result {value} was refused");
+
+        // MCP keeps every digit; a number may be spelled in another way.
+        let api = self.api.clone();
+        let called = call_over_mcp(&api, "json.socket", value.as_bytes());
+        let answered = async {
+            let (id, args) = self.take_request().await;
+            let expected = Json::parse(value).unwrap();
+            assert_eq!(Json::parse(&args).unwrap(), expected, "the arguments of MCP");
+            // An object, so that the model's text is JSON whatever the value is.
+            let result = format!("{{\"v\":{value}}}");
+            assert!(self.report(&id, &result).await, "the result {value} was refused");
+        };
+        let (answer, ()) = tokio::join!(called, answered);
+        let content = raw_field(&answer, &["result", "content"]);
+        let content: Vec<&RawValue> = serde_json::from_str(&content).unwrap();
+        let text = text_field(content[0].get(), &["text"]);
+        assert_eq!(raw_field(&text, &["v"]), stored_form(value), "the text of MCP");
+        // The structure holds numbers as 64-bit integers or doubles.
+        let structured: Value =
+            serde_json::from_str(&raw_field(&answer, &["result", "structuredContent", "v"]))
+                .unwrap();
+        let expected: Value = serde_json::from_str(value).unwrap();
+        assert_eq!(structured, expected, "the structure of MCP");
+    }
+
+    /// Sends a value that a parser may refuse.
+    async fn send_disputed(&mut self, value: &str) {
+        if let Some(id) = invoke(&self.api, "json.echo", value.as_bytes()).await {
+            let status = submit(&self.api, &id, value.as_bytes()).await;
+            assert!(matches!(status, 200 | 400 | 422), "{value}: {status}");
+            if status == 200 {
+                self.stored.push((id, stored_form(value)));
+            }
+        }
+        let answer = call_over_mcp(&self.api, "json.unknown", value.as_bytes()).await;
+        assert!(answer.contains("error"), "{value}: {answer}");
+        invoke(&self.api, "json.socket", b"0").await.unwrap();
+        let id = self.take("0").await;
+        if !self.report(&id, value).await {
+            assert!(self.report(&id, "0").await, "after the refused {value}");
+        }
+    }
+
+    /// Sends a value that is not JSON: each transport refuses it, and the call goes on.
+    async fn send_invalid(&mut self, spare: &str, taken: &str, value: &[u8]) {
+        let shown = name(value);
+        let accepted = invoke(&self.api, "json.echo", value).await;
+        assert_eq!(accepted, None, "the arguments {shown} were accepted");
+        let status = submit(&self.api, spare, value).await;
+        assert!(status == 400 || status == 422, "the result {shown}: {status}");
+        let answer = call_over_mcp(&self.api, "json.echo", value).await;
+        assert!(answer.contains("error"), "MCP accepted {shown}: {answer}");
+
+        let message = result_message(taken, value);
+        if let Ok(text) = String::from_utf8(message.clone()) {
+            self.socket.send_raw(Message::text(text)).await;
+            let answer = self.socket.next_text().await.expect("the connection ended");
+            assert_eq!(text_field(&answer, &["type"]), "error", "{shown}: {answer}");
+            assert_eq!(text_field(&answer, &["error", "code"]), "BAD_REQUEST", "{answer}");
+            return;
+        }
+        // A text that is not UTF-8 ends the connection.
+        let frame = Frame::message(message, OpCode::Data(Data::Text), true);
+        self.socket.send_raw(Message::Frame(frame)).await;
+        let ended = soon("the end of the connection", async {
+            loop {
+                match self.socket.socket.next().await {
+                    Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+                    other => return other,
+                }
+            }
+        });
+        match ended.await {
+            Some(Ok(Message::Close(Some(close)))) => assert_eq!(close.code, CloseCode::Invalid),
+            other => panic!("{shown}: {other:?}"),
+        }
+        self.socket = Ws::hello(&self.api, "c2", json!({})).await;
+    }
 }
 
 async fn check_server(mut server: Server) {
     server.start().await;
     let api = Api::new(&format!("127.0.0.1:{}", server.port));
-    let tool = json!({ "name": "json.echo", "schema": {}, "timeout_ms": 600_000 });
-    api.register("c1", json!([tool])).await;
-    let mut stored = Vec::new();
+    let mut exchange = Exchange::new(&api).await;
+    let other_tool = json!([{ "name": "json.other", "schema": {} }]);
+    let mut bystander = Ws::offering(&api, "c3", other_tool).await;
     for value in VALID {
-        let id = send_everywhere(&api, value.as_bytes()).await;
-        let id = id.unwrap_or_else(|| panic!("the arguments {value} were refused"));
-        assert_eq!(send_result(&api, &id, value.as_bytes()).await, 200, "{value}");
-        stored.push((id, value.as_bytes()));
+        exchange.send_valid(value).await;
     }
     for value in DISPUTED {
-        if let Some(id) = send_everywhere(&api, value.as_bytes()).await {
-            let status = send_result(&api, &id, value.as_bytes()).await;
-            assert!(matches!(status, 200 | 400 | 422), "{value}: {status}");
-        }
+        exchange.send_disputed(value).await;
     }
     let spare = api.invoke("json.echo", json!({})).await;
+    invoke(&api, "json.socket", b"0").await.unwrap();
+    let taken = exchange.take("0").await;
+    exchange.socket.send(json!({ "type": "tool_ack", "tool_call_id": taken, "attempt": 1 })).await;
     let invalid = invalid();
     for value in &invalid {
-        let name = String::from_utf8_lossy(&value[..value.len().min(60)]).into_owned();
-        assert_eq!(send_everywhere(&api, value).await, None, "the arguments {name} were accepted");
-        let status = send_result(&api, &spare, value).await;
-        assert!(status == 400 || status == 422, "the result {name}: {status}");
+        exchange.send_invalid(&spare, &taken, value).await;
     }
-    // A WebSocket answers each with an error, or closes the connection, and others go on.
-    for value in &invalid {
-        let frame = around("{\"type\":\"tool_progress\",\"data\":", value, "}");
-        let Ok(text) = String::from_utf8(frame) else { continue };
-        let mut client = Ws::hello(&api, "c1", json!({})).await;
-        client.send_raw(Message::text(text)).await;
-    }
+    bystander.expect_no_message().await;
     api.succeed(&spare, json!("after all")).await;
+    assert!(exchange.report(&taken, "\"after all\"").await);
     // What was accepted is the same after a restart.
     server.kill();
     server.start().await;
-    for (id, value) in &stored {
-        let call = api.call(id).await;
-        assert_eq!(call["status"], "SUCCEEDED", "{call}");
-        if let Some(expected) = parsed(value) {
-            assert_eq!(call["result"], expected, "{}", String::from_utf8_lossy(value));
-        }
+    for (id, expected) in &exchange.stored {
+        let call = api.get(&format!("/v1/tool_calls/{id}")).await;
+        assert_eq!(call.body["status"], "SUCCEEDED", "{}", call.text);
+        assert_eq!(raw_field(&call.text, &["result"]), *expected);
     }
     eprintln!(
-        "{} valid, {} disputed, {} invalid values",
+        "{} valid, {} disputed, {} invalid values; {} stored results",
         VALID.len(),
         DISPUTED.len(),
-        invalid.len()
+        invalid.len(),
+        exchange.stored.len()
     );
     assert!(server.stop().await.success());
 }

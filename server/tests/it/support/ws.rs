@@ -71,13 +71,17 @@ impl Ws {
     }
 
     async fn read_message(&mut self) -> Option<Value> {
-        // Skips pings and pongs.
+        let text = self.next_text().await?;
+        Some(serde_json::from_str(&text).unwrap())
+    }
+
+    /// Returns the next message as it was sent, or `None` after the end of the connection. Skips
+    /// pings and pongs.
+    pub async fn next_text(&mut self) -> Option<String> {
         soon("a message", async {
             loop {
                 match self.socket.next().await {
-                    Some(Ok(Message::Text(text))) => {
-                        return Some(serde_json::from_str(&text).unwrap());
-                    }
+                    Some(Ok(Message::Text(text))) => return Some(text.to_string()),
                     Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
                     _ => return None,
                 }

@@ -24,10 +24,10 @@ use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
 use crate::delivery::ResponseDeliveries;
+use crate::mcp::call_arguments;
 use crate::mcp::call_stream::{
     CallStoredSignal, StreamId, StreamWaiter, StreamedCall, superseded_error,
 };
-use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, McpPeer, ProtocolRevision, passthrough_meta};
 use crate::mcp::state::RequestScope;
 use crate::mcp::tool_list::helper_tools::CALL_RESULT;
@@ -65,7 +65,7 @@ pub(crate) async fn call_tool(
     if let Some(needed) = tool.as_ref().and_then(|tool| missing_capabilities(tool, client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
     }
-    if let Some(duplicate) = duplicate_keys::find_mark(&request.meta.0) {
+    if let Some(duplicate) = call_arguments::find_mark(&request.meta.0) {
         let error = duplicate_key_error(&params.name, duplicate);
         return tool_result::refused_call_result(error, &format).map(CallToolResponse::Complete);
     }
@@ -155,11 +155,11 @@ fn to_call_request(
         None => Ok(None),
         Some(value) => value.as_bool().map(Some).ok_or_else(|| invalid(word, "true or false")),
     };
-    let args = Value::Object(params.arguments.unwrap_or_default());
+    let args = call_arguments::read_arguments(meta, params.arguments.unwrap_or_default());
     let retry = number("retry")?.map(|retry| u32::try_from(retry).unwrap_or(u32::MAX));
     Ok(CallRequest {
         tool: params.name.into_owned(),
-        args: Json::from_value(&args),
+        args,
         run_id: text("run_id")?.unwrap_or_else(|| "run_mcp".to_owned()),
         call_id: text("call_id")?,
         timeout_ms: number("timeout_ms")?,

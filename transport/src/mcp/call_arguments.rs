@@ -1,8 +1,10 @@
-//! Finds repeated keys in the arguments of `tools/call`.
+//! Keeps the parts of the arguments of `tools/call` that a tree of values loses.
 //!
-//! rmcp reads a message into a tree of values, in which only one of two equal keys remains. This
-//! module looks at the text before: a call whose arguments repeat a key carries the key in its
-//! `_meta` from there on, and is refused like any call with invalid arguments.
+//! rmcp reads a message into such a tree, in which only one of two equal keys remains, and a number
+//! beyond 64 bits becomes the nearest double. This module looks at the text before. A call whose
+//! arguments repeat a key carries the key in its `_meta` from there on, and is refused like any call
+//! with invalid arguments. A call with numbers that the tree changes carries the text of its
+//! arguments, which then replaces the tree.
 
 use rmcp::model::MetaObject;
 use serde::{Deserialize, Serialize};
@@ -13,6 +15,9 @@ use toolcrib::domain::json::{DuplicateKey, Json};
 
 /// Field of `_meta` that holds the repeated key.
 const META_FIELD: &str = "toolcrib/duplicate_key";
+
+/// Field of `_meta` that holds the text of the arguments.
+const TEXT_FIELD: &str = "toolcrib/arguments_text";
 
 /// Bytes that are read ahead of the MCP library.
 const PIPE_BYTES: usize = 64 * 1024;
@@ -38,19 +43,41 @@ struct MarkedKey {
     pointer: String,
 }
 
-/// Returns the message with a mark, if it calls a tool with arguments that repeat a key.
+/// Returns the message with a mark, if it calls a tool with arguments that repeat a key or that a
+/// tree of values changes.
 pub(super) fn mark_message(message: &[u8]) -> Option<Vec<u8>> {
     let parts: MessageParts<'_> = serde_json::from_slice(message).ok()?;
     let params = parts.params.filter(|_| parts.method.as_deref() == Some("tools/call"))?;
     let call: CallParts<'_> = serde_json::from_str(params.get()).ok()?;
     let arguments = Json::parse(call.arguments?.get()).ok()?;
-    let DuplicateKey { key, pointer } = arguments.to_value_with_unique_keys().err()?;
+    let (field, mark) = match arguments.to_value_with_unique_keys() {
+        Err(DuplicateKey { key, pointer }) => {
+            (META_FIELD, serde_json::to_value(MarkedKey { key, pointer }).ok()?)
+        }
+        Ok(tree) if Json::from_value(&tree) == arguments => return None,
+        Ok(_) => (TEXT_FIELD, Value::from(arguments.text())),
+    };
     let mut marked: Value = serde_json::from_slice(message).ok()?;
     let params = marked.get_mut("params")?.as_object_mut()?;
     let meta =
         params.entry("_meta").or_insert_with(|| Value::Object(Map::new())).as_object_mut()?;
-    meta.insert(META_FIELD.to_owned(), serde_json::to_value(MarkedKey { key, pointer }).ok()?);
+    meta.insert(field.to_owned(), mark);
     serde_json::to_vec(&marked).ok()
+}
+
+/// Returns the arguments of a call: their text, if the call carries it, or the tree. The text counts
+/// only if it is that of the tree, or of a call of `tools.call` that has the tree as its arguments.
+pub(super) fn read_arguments(meta: &MetaObject, tree: Map<String, Value>) -> Json {
+    let tree = Value::Object(tree);
+    let find_text = || {
+        let text = Json::parse(meta.0.get(TEXT_FIELD)?.as_str()?).ok()?;
+        if text.to_value() == tree {
+            return Some(text);
+        }
+        let inner: CallParts<'_> = serde_json::from_str(text.text()).ok()?;
+        Json::parse(inner.arguments?.get()).ok().filter(|inner| inner.to_value() == tree)
+    };
+    find_text().unwrap_or_else(|| Json::from_value(&tree))
 }
 
 /// Returns the repeated key of a marked call.
@@ -86,6 +113,31 @@ pub fn mark_lines(input: impl AsyncRead + Send + Unpin + 'static) -> impl AsyncR
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_that_a_tree_changes_keep_their_digits() {
+        let message = |arguments: &str| {
+            format!(r#"{{"method":"tools/call","params":{{"name":"a","arguments":{arguments}}}}}"#)
+        };
+        let read = |arguments: &str, outer: Option<&str>| {
+            let sent = message(outer.unwrap_or(arguments)).into_bytes();
+            let marked = mark_message(&sent).unwrap_or(sent);
+            let mut marked: Value = serde_json::from_slice(&marked).unwrap();
+            let meta = marked["params"]["_meta"].take();
+            let meta = MetaObject(meta.as_object().cloned().unwrap_or_default());
+            let tree: Value = serde_json::from_str(arguments).unwrap();
+            read_arguments(&meta, tree.as_object().unwrap().clone()).text().to_owned()
+        };
+        let exact = r#"{"n": 123456789012345678901, "x": 1.0000000000000000000000000001}"#;
+        assert_eq!(read(exact, None), exact);
+        let outer = format!(r#"{{"name": "b", "arguments": {exact}}}"#);
+        assert_eq!(read(exact, Some(&outer)), exact, "inside tools.call");
+        assert_eq!(read(r#"{"n":2}"#, Some(exact)), r#"{"n":2}"#, "a text of other arguments");
+        assert_eq!(
+            mark_message(message(r#"{"n": 1.50, "m": 18446744073709551615}"#).as_bytes()),
+            None
+        );
+    }
 
     #[test]
     fn only_calls_with_repeated_keys_are_marked() {
