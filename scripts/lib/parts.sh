@@ -66,7 +66,7 @@ define_parts() {
     "long forms of kills, upgrades, pauses and storms, only when named"
   define_modules frameworks "frameworks" "frameworks" \
     "all clients and frameworks of docs/integrations, long form, only when named"
-  define_modules soak "soak" "soak" "load with event followers for 18 minutes, only when named"
+  define_modules soak "soak" "soak" "load with event followers for 28 minutes, only when named"
   standalone_parts+=(reliability frameworks soak)
   define_modules crash "" "crash" "killed processes, full disks, overload"
 }
