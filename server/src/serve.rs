@@ -5,6 +5,7 @@
 //! next start recovers the rest.
 
 mod connections;
+mod pause_tolerant_timer;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};

@@ -15,7 +15,7 @@ use axum::response::Response;
 use hyper::Method;
 use hyper::body::Incoming;
 use hyper::header::UPGRADE;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -28,6 +28,7 @@ use toolcrib_transport::http::{
 };
 use toolcrib_transport::tcp_timeout::{AckTimeout, AckTimeoutHandle, AckTimeoutStream};
 
+use super::pause_tolerant_timer::PauseTolerantTimer;
 use crate::config::Config;
 
 /// Connections beyond the limit, for health checks.
@@ -111,7 +112,7 @@ pub(super) async fn accept_connections(
         let deliveries = handler.deliveries.clone();
         let (stream, ack_timeout) = AckTimeoutStream::new(stream, limits.write_timeout, deliveries);
         let mut server = hyper::server::conn::http1::Builder::new();
-        server.timer(TokioTimer::new()).header_read_timeout(header_timeout);
+        server.timer(PauseTolerantTimer).header_read_timeout(header_timeout);
         server.keep_alive(!is_reserved);
         connections.spawn(serve_connection(server, stream, ack_timeout, handler, stopping.clone()));
     }
