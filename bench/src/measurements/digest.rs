@@ -7,6 +7,7 @@
 use std::time::Instant;
 
 use anyhow::Context;
+use toolcrib::registry::RESULT_READ;
 use toolcrib::results::digest::{DigestSource, digest};
 use toolcrib::results::tokens;
 use toolcrib::{CallId, Json};
@@ -90,7 +91,7 @@ fn measure() -> anyhow::Result<DigestCost> {
 fn time_digest(data: &Json) -> anyhow::Result<f64> {
     let call_id: CallId = "tc_00000000000000000000000000".parse()?;
     let hint = Some("which order failed");
-    let source = DigestSource { call_id: &call_id, tool: "bench.noop", hint };
+    let source = DigestSource { call_id: &call_id, tool: "bench.noop", hint, reader: RESULT_READ };
     let started = Instant::now();
     let result = digest(data, BUDGET, &source).context("the document is longer than the budget")?;
     let took = started.elapsed();

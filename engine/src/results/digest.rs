@@ -67,6 +67,8 @@ pub struct DigestSource<'a> {
     /// The question or the call's arguments. Their words make a part of the result relevant, be it
     /// a line, a row or a member.
     pub hint: Option<&'a str>,
+    /// Name of the tool that reads the rest, as the reader of the digest sees it in its list.
+    pub reader: &'a str,
 }
 
 /// A shortened form of a long result for a model.
@@ -232,9 +234,9 @@ impl DigestRequest<'_> {
     /// Returns the header that states the omission and how to read the rest, in the longest form
     /// that fits.
     fn header(&self, kind: &str, part: &str, is_plain_text: bool) -> String {
-        let DigestSource { call_id, tool, .. } = self.source;
+        let DigestSource { call_id, tool, reader, .. } = self.source;
         let (bytes, budget) = (self.bytes, self.budget);
-        let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
+        let call = format!(r#"{reader} {{"tool_call_id":"{call_id}""#);
         let query = match kind.contains("table") {
             true => {
                 concat!(
@@ -251,7 +253,7 @@ impl DigestRequest<'_> {
             ),
             format!("[digest: {kind}, {bytes} bytes; parts omitted. Read them: {call}{part}}}]"),
             format!("[{bytes} bytes, parts omitted. Read them: {call}}}]"),
-            format!("[omitted: result.read {call_id}]"),
+            format!("[omitted: {reader} {call_id}]"),
             "[omitted]".to_owned(),
             "…".to_owned(),
         ];

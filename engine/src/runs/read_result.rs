@@ -91,7 +91,8 @@ impl CallResults {
         let give = move || {
             let hint = hint.as_deref().unwrap_or(call.args.text());
             let (call_id, tool) = (&call.id, call.tool_name.as_str());
-            let source = digest::DigestSource { call_id, tool, hint: Some(hint) };
+            let source =
+                digest::DigestSource { call_id, tool, hint: Some(hint), reader: RESULT_READ };
             if !tokens::exceeds(data.text(), budget_tokens) {
                 return ResultForModel::Whole { tokens: tokens::count(data.text()), data };
             }

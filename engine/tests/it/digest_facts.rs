@@ -2,6 +2,7 @@
 //! and questions that few reads must answer.
 
 use serde_json::{Value, json};
+use toolcrib::registry::RESULT_READ;
 use toolcrib::results::digest::{DigestSource, digest};
 use toolcrib::results::slice::{RowQuery, SliceContent, SliceQuery, read_slice};
 use toolcrib::{CallId, Json};
@@ -553,7 +554,8 @@ fn count_answered(budget: usize) -> (usize, Vec<String>) {
         let data = Json::from_value(&data);
         for question in &questions {
             let hint = Some(question.text);
-            let source = DigestSource { call_id: &call_id, tool: "some.tool", hint };
+            let source =
+                DigestSource { call_id: &call_id, tool: "some.tool", hint, reader: RESULT_READ };
             let digest = digest(&data, budget, &source).unwrap();
             assert!(digest.tokens <= budget, "{name}");
             match states_facts(&digest.text, question) {

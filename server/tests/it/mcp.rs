@@ -21,7 +21,7 @@ use serde_json::Value;
 /// Returns the arguments for `result.read` that a digest names.
 pub fn parse_read_hint(result: &Value) -> Value {
     let digest = result["content"][0]["text"].as_str().unwrap_or_else(|| panic!("{result}"));
-    let (_, after) = digest.split_once("result.read ").unwrap_or_else(|| panic!("{digest}"));
+    let (_, after) = digest.split_once("result__read ").unwrap_or_else(|| panic!("{digest}"));
     let mut read = serde_json::Deserializer::from_str(after).into_iter();
     read.next().unwrap().unwrap_or_else(|error| panic!("{error}: {digest}"))
 }

@@ -146,6 +146,22 @@ impl StreamWaiters {
     }
 }
 
+/// Marks the error of a waiter that another one supersedes.
+const SUPERSEDED: &str = "toolcrib/superseded";
+
+/// Returns the end of a waiter that another one supersedes. The MCP client may still read the
+/// stream of this waiter next to the other one, and would take an error for the response, so the
+/// stream ends without a message.
+pub(super) fn superseded_error() -> ErrorData {
+    let data = json!({ SUPERSEDED: true });
+    ErrorData::internal_error("the response is sent on another stream", Some(data))
+}
+
+fn is_superseded_error(message: &str) -> bool {
+    let has_mark = |message: Value| message["error"]["data"][SUPERSEDED] == true;
+    message.contains(SUPERSEDED) && serde_json::from_str(message).is_ok_and(has_mark)
+}
+
 /// The registration of one waiter.
 pub(super) struct StreamWaiter {
     waiters: Arc<StreamWaiters>,
@@ -367,6 +383,9 @@ impl CallStream {
     }
 
     fn queue_message(&mut self, message: &str) {
+        if is_superseded_error(message) {
+            return;
+        }
         let request = &self.options.request;
         // The internal ids are random, so their first occurrence is the one to replace.
         let text = match &self.options.internal {

@@ -48,6 +48,8 @@ pub(super) struct McpClientInfo {
 const PYTHON_SDK_NAME: &str = "mcp";
 /// The experimental capability of MCP clients that handle links to resources in results.
 const LINKS_CAPABILITY: &str = "toolcrib/resource_links";
+/// The experimental capability of MCP clients that expect the names of tools with dots.
+const DOTTED_NAMES_CAPABILITY: &str = "toolcrib/dotted_names";
 
 impl McpClientInfo {
     /// Reads them from the context of a request.
@@ -63,10 +65,20 @@ impl McpClientInfo {
     /// fail at a part that they do not know, so only those MCP clients get links that declare it,
     /// and those of 2026-07-28 that are no such framework.
     pub(super) fn accepts_resource_links(&self) -> bool {
-        let experimental = self.capabilities.experimental.as_ref();
-        experimental.is_some_and(|declared| declared.contains_key(LINKS_CAPABILITY))
+        self.has_declared(LINKS_CAPABILITY)
             || self.revision == ProtocolRevision::Modern
                 && self.name.as_deref().is_some_and(|name| name != PYTHON_SDK_NAME)
+    }
+
+    /// Returns whether the MCP client expects the names of tools with dots, as another Toolcrib
+    /// does.
+    pub(super) fn expects_dotted_names(&self) -> bool {
+        self.has_declared(DOTTED_NAMES_CAPABILITY)
+    }
+
+    fn has_declared(&self, experimental_capability: &str) -> bool {
+        let experimental = self.capabilities.experimental.as_ref();
+        experimental.is_some_and(|declared| declared.contains_key(experimental_capability))
     }
 
     /// Returns whether the MCP client can receive a task as the response: it declared the extension

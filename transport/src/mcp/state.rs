@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rmcp::RoleServer;
-use rmcp::model::{Implementation, LoggingLevel};
+use rmcp::model::LoggingLevel;
 use rmcp::service::RequestContext;
 use toolcrib::Engine;
 use toolcrib::domain::directory::credential::ToolNameForm;
@@ -16,7 +16,7 @@ use toolcrib::registry::{RESULT_READ, name_for_model};
 use super::call_stream::StreamWaiters;
 use super::events::subscriptions::EventSubscriptions;
 use super::passthrough::PassthroughProvider;
-use super::request::{CallerView, CatalogueMode};
+use super::request::{CallerView, CatalogueMode, McpClientInfo};
 use super::settings::McpTransportSettings;
 use super::tool_list::ToolListCache;
 
@@ -50,14 +50,15 @@ impl McpTransportState {
     }
 
     /// Returns the form in which this caller sees the names of tools. Another Toolcrib, whose own
-    /// rules name the tools that it finds here, sees dotted names unless it chooses otherwise.
+    /// rules name the tools that it finds here, declares that it expects dotted names. Its name
+    /// proves nothing: agent frameworks send the name that their user gave to this server.
     pub(super) fn name_form(
         &self,
         view: &CallerView,
-        client: Option<&Implementation>,
+        client: Option<&McpClientInfo>,
     ) -> ToolNameForm {
-        let is_toolcrib = client.is_some_and(|client| client.name == SERVER_NAME);
-        let default = if is_toolcrib { ToolNameForm::Dotted } else { self.settings.names };
+        let expects_dots = client.is_some_and(McpClientInfo::expects_dotted_names);
+        let default = if expects_dots { ToolNameForm::Dotted } else { self.settings.names };
         view.names.unwrap_or(default)
     }
 
@@ -124,6 +125,6 @@ pub(super) struct RequestScope<'a> {
 impl RequestScope<'_> {
     /// Returns the form in which the MCP client of this request sees the names of tools.
     pub(super) fn name_form(&self) -> ToolNameForm {
-        self.shared.name_form(self.view, self.context.client_info().as_ref())
+        self.shared.name_form(self.view, Some(&McpClientInfo::from_context(self.context)))
     }
 }

@@ -23,13 +23,15 @@ use rmcp::model::{
 use serde_json::{Map, Value, json};
 use toolcrib::Json;
 use toolcrib::domain::call::{Call, Status};
+use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
 use toolcrib::domain::tool::Effect;
 use toolcrib::domain::utp::AfterExecution;
-use toolcrib::registry::CatalogEntry;
+use toolcrib::registry::{CatalogEntry, RESULT_READ};
 use toolcrib::results::{digest, shorten, tokens};
 
 use super::request::{McpClientInfo, ProtocolRevision};
+use super::tool_list::listed_name;
 
 /// Size of a result above which it is converted on a blocking thread.
 const BLOCKING_THRESHOLD_BYTES: usize = 64 << 10;
@@ -97,12 +99,18 @@ pub(super) struct ResultFormat {
     typed_tool: Option<Arc<CatalogEntry>>,
     /// True if the MCP client handles links to resources.
     has_links: bool,
+    /// The name of the tool that reads long results, as the MCP client sees it.
+    reader: String,
 }
 
 impl ResultFormat {
     /// Returns the format for a tool. `tool` is `None` if the MCP client has seen no output schema:
     /// it called the tool through the catalogue, or asks `call.result`, which declares none.
-    pub(super) fn new(tool: Option<&Arc<CatalogEntry>>, revision: ProtocolRevision) -> Self {
+    pub(super) fn new(
+        tool: Option<&Arc<CatalogEntry>>,
+        revision: ProtocolRevision,
+        names: ToolNameForm,
+    ) -> Self {
         let is_object =
             |schema: &Json| schema.to_value().get("type").is_some_and(|kind| kind == "object");
         // Legacy revisions list only object schemas.
@@ -111,7 +119,8 @@ impl ResultFormat {
             schema.is_some_and(|schema| revision == ProtocolRevision::Modern || is_object(schema))
         };
         let has_links = revision == ProtocolRevision::Modern;
-        Self { revision, typed_tool: tool.filter(has_seen_schema).cloned(), has_links }
+        let typed_tool = tool.filter(has_seen_schema).cloned();
+        Self { revision, typed_tool, has_links, reader: listed_name(RESULT_READ, names) }
     }
 
     /// Adapts the format to an MCP client.
@@ -150,8 +159,8 @@ fn success_result(call: &Call, data: &Json, tool: &ResultFormat, budget: usize) 
         Value::String(text) => text.clone(),
         _ => data.text().to_owned(),
     };
-    if let Some(digest) = digest(call, data, budget) {
-        let note = read_note(call, data.text().len());
+    if let Some(digest) = digest(call, data, &tool.reader, budget) {
+        let note = read_note(call, &tool.reader, data.text().len());
         let mut result = CallToolResult::success(vec![ContentBlock::text(digest)]);
         result.structured_content = tool.shorten_structure(value, &note, budget);
         return with_result_link(result, call, tool, data.text().len());
@@ -164,11 +173,9 @@ fn success_result(call: &Call, data: &Json, tool: &ResultFormat, budget: usize) 
 }
 
 /// Describes the omission for a reader who sees only the structure.
-fn read_note(call: &Call, bytes: usize) -> String {
+fn read_note(call: &Call, reader: &str, bytes: usize) -> String {
     let id = &call.id;
-    format!(
-        "shortened from {bytes} bytes; read the rest: result.read {{\"tool_call_id\":\"{id}\"}}"
-    )
+    format!("shortened from {bytes} bytes; read the rest: {reader} {{\"tool_call_id\":\"{id}\"}}")
 }
 
 /// Adds the address of the whole result: as a link for MCP clients that handle links, and in
@@ -187,9 +194,9 @@ fn with_result_link(
     result
 }
 
-fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
+fn digest(call: &Call, data: &Json, reader: &str, budget: usize) -> Option<String> {
     let (call_id, tool, hint) = (&call.id, call.tool_name.as_str(), Some(call.args.text()));
-    let source = digest::DigestSource { call_id, tool, hint };
+    let source = digest::DigestSource { call_id, tool, hint, reader };
     digest::digest(data, budget, &source).map(|digest| digest.text)
 }
 
@@ -212,10 +219,11 @@ fn digest_text_blocks(
     }
     // Tools that return both usually repeat the same content, so the digest covers the structured
     // content only if the text is within the budget.
-    let Some(digest) = digest(call, &strip_media(data, !worded), budget) else { return result };
+    let stripped = strip_media(data, !worded);
+    let Some(digest) = digest(call, &stripped, &tool.reader, budget) else { return result };
     result.content.retain(|block| block_text(block).is_none());
     result.content.insert(0, ContentBlock::text(digest));
-    let note = read_note(call, data.text().len());
+    let note = read_note(call, &tool.reader, data.text().len());
     let structure = result.structured_content.take();
     let shortened = structure.map(|value| tool.shorten_structure(value, &note, budget));
     result.structured_content = shortened.flatten();
@@ -375,7 +383,9 @@ pub(super) fn pending_result(
          again for the same purpose: that would be a second call.",
         call.tool_name, call.tool_name
     );
-    let mut ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
+    // Some MCP clients show a model only the structure.
+    let status = call.status.as_str();
+    let mut ticket = json!({ "tool_call_id": id, "status": status, "message": text });
     if let Some(questions) = questions {
         ticket["questions"] = Value::Object(questions.clone());
         ticket["input_deadline_at_ms"] = call.deadline_ms.into();

@@ -12,6 +12,7 @@ use crate::domain::utp::AfterExecution;
 use crate::model_formats::{
     self, CallFormat, CallParseError, EntryAnswer, ParsedToolCall, PendingNotice,
 };
+use crate::registry::{RESULT_READ, name_for_model};
 use crate::results::digest::{self, DigestSource};
 use crate::results::mcp_content::{self, MediaPart};
 use crate::results::tokens;
@@ -203,10 +204,10 @@ impl BatchEntryResult {
         match &self.state {
             BatchEntryState::Open(call) => model_formats::pending_content(&pending_notice(call)),
             BatchEntryState::Ended { call, omitted_bytes: Some(bytes) } => {
-                let (tool, id) = (&call.tool_name, &call.id);
+                let (tool, id, reader) = (&call.tool_name, &call.id, self.reader());
                 format!(
                     "[{tool}: {bytes} bytes, too large next to the other results. Read any part: \
-                     result.read {{\"tool_call_id\":\"{id}\"}}]"
+                     {reader} {{\"tool_call_id\":\"{id}\"}}]"
                 )
             }
             _ => match (self.error(), self.data()) {
@@ -217,11 +218,19 @@ impl BatchEntryResult {
         }
     }
 
+    /// Returns the name of the tool that reads the rest of a result, as the model sees it.
+    fn reader(&self) -> String {
+        match self.format {
+            CallFormat::Envelope => RESULT_READ.to_owned(),
+            _ => name_for_model(RESULT_READ),
+        }
+    }
+
     /// Returns the most useful text within `budget` tokens.
     fn shorten(&self, content: &str, budget: usize) -> String {
         if let (Some(call), Some(data), None) = (self.call(), self.data(), self.error()) {
-            let hint = Some(call.args.text());
-            let source = DigestSource { call_id: &call.id, tool: &call.tool_name, hint };
+            let (hint, reader) = (Some(call.args.text()), &self.reader());
+            let source = DigestSource { call_id: &call.id, tool: &call.tool_name, hint, reader };
             if let Some(digest) = digest::digest(data, budget, &source) {
                 return digest.text;
             }
@@ -235,7 +244,7 @@ impl BatchEntryResult {
             }
             (_, Some(fault)) => shorten::shorten_fault(fault, budget),
             (BatchEntryState::Ended { call, omitted_bytes: Some(bytes) }, None) => {
-                shorten::describe_omitted(*bytes, call.id.as_str(), budget)
+                shorten::describe_omitted(*bytes, &self.reader(), call.id.as_str(), budget)
             }
             _ => shorten::truncate_to_tokens(content, budget),
         }

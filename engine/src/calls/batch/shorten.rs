@@ -53,8 +53,8 @@ pub(super) fn shorten_pending(pending: &PendingNotice<'_>, budget: usize) -> Str
 }
 
 /// Describes an omitted result: the call that reads it, or only the fact that it is omitted.
-pub(super) fn describe_omitted(bytes: usize, id: &str, budget: usize) -> String {
-    let read = format!("[{bytes} bytes: result.read {{\"tool_call_id\":\"{id}\"}}]");
+pub(super) fn describe_omitted(bytes: usize, reader: &str, id: &str, budget: usize) -> String {
+    let read = format!("[{bytes} bytes: {reader} {{\"tool_call_id\":\"{id}\"}}]");
     first_fitting([read, "[omitted]".to_owned(), CUT.to_owned()], budget)
 }
 
@@ -87,7 +87,7 @@ mod tests {
             let shortened = [
                 shorten_pending(&ticket, budget),
                 shorten_fault(&long, budget),
-                describe_omitted(7, id, budget),
+                describe_omitted(7, "result.read", id, budget),
                 truncate_to_tokens(&"ein langer Satz über Käse 😀 ".repeat(50), budget),
             ];
             for text in &shortened {

@@ -11,7 +11,7 @@ fn call_id() -> CallId {
 #[track_caller]
 fn make_digest(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
     let call_id = call_id();
-    let source = DigestSource { call_id: &call_id, tool: "some.tool", hint };
+    let source = DigestSource { call_id: &call_id, tool: "some.tool", hint, reader: "result.read" };
     let data = Json::from_value(data);
     let digest = digest(&data, budget, &source).expect("over the budget");
     assert_eq!(digest.tokens, tokens::count(&digest.text));
@@ -35,7 +35,8 @@ fn assert_contains(digest: &Digest, parts: &[&str]) {
 #[test]
 fn a_result_within_the_budget_needs_no_digest() {
     let call_id = call_id();
-    let source = DigestSource { call_id: &call_id, tool: "some.tool", hint: None };
+    let source =
+        DigestSource { call_id: &call_id, tool: "some.tool", hint: None, reader: "result.read" };
     let data = Json::parse(r#"{"sum": 42}"#).unwrap();
     let tokens = tokens::count(data.text());
     assert_eq!(digest(&data, tokens, &source), None);
@@ -207,7 +208,12 @@ fn digests_of_generated_documents_stay_within_any_budget() {
         let value = if round % 3 == 0 { value[0].clone() } else { value };
         let data = Json::from_value(&value);
         let hint = generator.text();
-        let source = DigestSource { call_id: &call_id, tool: "some.tool", hint: Some(&hint) };
+        let source = DigestSource {
+            call_id: &call_id,
+            tool: "some.tool",
+            hint: Some(&hint),
+            reader: "result.read",
+        };
         for budget in
             [generator.roll(8), generator.roll(64), generator.roll(400), 64 + generator.roll(2_000)]
         {

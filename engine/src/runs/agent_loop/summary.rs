@@ -15,7 +15,7 @@ use crate::domain::json::Json;
 use crate::domain::model_reply::TokenUsage;
 use crate::model_formats::data_content;
 use crate::ports::model::ModelRequest;
-use crate::registry::catalog::RESULT_READ;
+use crate::registry::{RESULT_READ, name_for_model};
 use crate::results::digest::{self, DigestSource};
 use crate::results::tokens;
 use crate::runs::Runs;
@@ -98,9 +98,10 @@ async fn summarize_call(
     let data = call.outcome.as_ref()?.data.clone()?;
     let head = format!(
         "[summary of {} by a model; the full result of {} bytes is stored. Read any part: \
-         result.read {{\"tool_call_id\":\"{}\"}}]\n",
+         {} {{\"tool_call_id\":\"{}\"}}]\n",
         call.tool_name,
         data.text().len(),
+        name_for_model(RESULT_READ),
         call.id
     );
     let left = budget.checked_sub(tokens::count(&head)).filter(|left| *left >= MIN_TOKENS / 2)?;
@@ -144,7 +145,12 @@ async fn summary_request(
         if !tokens::exceeds(&content, MAX_TOKENS) {
             return content;
         }
-        let source = DigestSource { call_id: &id, tool: &tool, hint: Some(args.text()) };
+        let source = DigestSource {
+            call_id: &id,
+            tool: &tool,
+            hint: Some(args.text()),
+            reader: RESULT_READ,
+        };
         let digest = digest::digest(&data, MAX_TOKENS, &source);
         digest.map_or_else(
             || tokens::prefix_within(&content, MAX_TOKENS).to_owned(),

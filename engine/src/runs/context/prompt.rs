@@ -11,7 +11,7 @@ use super::text::{LINE_TOKENS, first_line, format_elapsed, one_line, truncate_to
 use super::{ToolCall, ToolCallContext, ToolResult};
 use crate::domain::json::Json;
 use crate::model_formats::data_content;
-use crate::registry::model_tool_names;
+use crate::registry::{RESULT_READ, model_tool_names};
 use crate::results::digest::{self, digest};
 use crate::results::tokens;
 
@@ -302,6 +302,11 @@ fn finished_line(
 pub(super) fn render_result(call: &ToolCall, data: &Json, budget: usize) -> String {
     let whole = || data_content(data);
     let Some(call_id) = &call.tool_call_id else { return truncate_to_tokens(&whole(), budget) };
-    let source = digest::DigestSource { call_id, tool: &call.name, hint: Some(call.args.text()) };
+    let source = digest::DigestSource {
+        call_id,
+        tool: &call.name,
+        hint: Some(call.args.text()),
+        reader: RESULT_READ,
+    };
     digest(data, budget, &source).map_or_else(whole, |digest| digest.text)
 }

@@ -106,7 +106,7 @@ async fn a_run_shows_the_image_to_its_model_and_spends_no_tokens_on_the_envelope
     assert!(!whole.contains("structuredContent"), "{}", &whole[..600]);
     let shown = messages.iter().find(|message| message["role"] == "tool").unwrap();
     let content = shown["content"].as_str().unwrap();
-    assert!(content.contains("[image: image/png, 3 bytes]") || content.contains("result.read"));
+    assert!(content.contains("[image: image/png, 3 bytes]") || content.contains("result__read"));
     assert!(toolcrib::results::tokens::count(content) < 8_500, "{}", content.len());
     let last = messages.last().unwrap();
     assert_eq!(last["content"][1]["image_url"]["url"], "data:image/png;base64,QUJD", "{last}");

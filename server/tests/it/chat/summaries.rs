@@ -61,7 +61,7 @@ async fn complete_with_summary(
     assert_eq!(api.call(id).await["result"], long_log());
     let slice = api.get(&format!("/v1/tool_calls/{id}/result?grep=3217")).await.is(200);
     assert!(slice.to_string().contains("out of paper"), "{slice}");
-    assert!(content.contains(&format!("result.read {{\"tool_call_id\":\"{id}\"")), "{content}");
+    assert!(content.contains(&format!("result__read {{\"tool_call_id\":\"{id}\"")), "{content}");
     (content, answer, json!(requests.iter().map(|one| one.body.clone()).collect::<Vec<_>>()))
 }
 

@@ -261,7 +261,9 @@ async fn an_error_instead_of_an_answer_fails_the_legacy_call() {
     let elicitation = stream.until("elicitation/create").await;
     client.reply_error(&elicitation["id"], json!({ "code": -32603, "message": "no" })).await;
     let response = soon("the answer", stream.next()).await.unwrap();
-    assert!(response["error"]["message"].as_str().unwrap().contains("did not answer"));
+    // The model can act on a result, and never sees a protocol error.
+    assert_eq!(response["result"]["isError"], true, "{response}");
+    assert!(response["result"]["content"][0]["text"].as_str().unwrap().contains("did not answer"));
     let call = api.get("/v1/tool_calls").await.is(200)["tool_calls"][0].clone();
     assert_eq!(call["status"], "FAILED", "no caller canceled it: {call}");
     assert_eq!(call["error"]["code"], "RUNTIME_ERROR", "{call}");
@@ -279,7 +281,9 @@ async fn an_answer_that_violates_the_schema_fails_the_legacy_call() {
         client.reply(&elicitation["id"], answer).await;
     }
     let response = soon("the answer", stream.next()).await.unwrap();
-    assert_eq!(response["error"]["code"], -32602, "{response}");
+    assert_eq!(response["result"]["isError"], true, "{response}");
+    let text = response["result"]["content"][0]["text"].as_str().unwrap();
+    assert!(text.starts_with("VALIDATION_ERROR"), "{text}");
     let calls = api.get("/v1/tool_calls").await.is(200);
     let call = &calls["tool_calls"][0];
     assert_eq!(call["status"], "FAILED", "no caller canceled it: {call}");

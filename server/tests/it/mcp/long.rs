@@ -150,7 +150,7 @@ async fn long_resources_and_structured_content_are_digested_too() {
         assert_eq!(structure["rows"][0], rows["rows"][0], "{result}");
         let tokens = toolcrib::results::tokens::count(&structure.to_string());
         assert!(tokens < 30_000, "{tokens}");
-        assert!(structure["toolcrib_digest"].as_str().unwrap().contains("result.read"));
+        assert!(structure["toolcrib_digest"].as_str().unwrap().contains("result__read"));
     }
 }
 

@@ -99,3 +99,54 @@ async fn instructions_and_tickets_name_the_listed_tool() {
         assert!(client.names().await.contains(&helper.to_owned()));
     }
 }
+
+#[tokio::test]
+async fn a_client_that_is_named_like_this_server_sees_model_names() {
+    let server = Server::start().await;
+    let named = Mcp::modern(&server.api()).named("toolcrib");
+    assert!(named.names().await.contains(&"calculation__eval".to_owned()));
+    let declared = named.able(json!({ "experimental": { "toolcrib/dotted_names": {} } }));
+    assert!(declared.names().await.contains(&"calculation.eval".to_owned()));
+}
+
+#[tokio::test]
+async fn digests_name_the_listed_tool() {
+    let server = Server::with(|config| config.transports.mcp.result_tokens = 200).await;
+    let api = server.api();
+    let rows = json!({ "type": "object", "properties": { "rows": { "type": "array" } } });
+    let tools =
+        json!([offer("many.plain"), offer_with("many.typed", json!({ "output_schema": rows }))]);
+    api.register("pc_1", tools).await;
+    let rows: Vec<Value> = (0..500).map(|n| json!({ "number": n, "name": "row" })).collect();
+    for (path, reader) in [("/mcp", "result__read {"), ("/mcp?names=dotted", "result.read {")] {
+        let client = Mcp::modern(&api).with_path(path);
+        for tool in ["many.plain", "many.typed"] {
+            let submit = async {
+                let request = api.poll("pc_1").await;
+                let id = request["tool_call_id"].as_str().unwrap();
+                api.succeed(id, json!({ "rows": rows })).await;
+            };
+            let (response, ()) = tokio::join!(client.call(tool, json!({})), submit);
+            let result = response.result();
+            let text = result["content"][0]["text"].as_str().unwrap();
+            assert!(text.contains(reader), "{tool}: {text}");
+            let note = &result["structuredContent"]["toolcrib_digest"];
+            assert_eq!(
+                note.as_str().map(|note| note.contains(reader)),
+                (tool == "many.typed").then_some(true),
+                "{tool}: {note}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_structure_of_a_ticket_says_how_to_get_the_result() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer_with("slow.one", json!({ "effect": "read" }))])).await;
+    let client = Mcp::modern(&api).with_path("/mcp?wait_ms=0");
+    let pending: Value = client.call("slow.one", json!({})).await.result();
+    // pydantic-ai gives the model only the structure.
+    assert_eq!(pending["structuredContent"]["message"], pending["content"][0]["text"]);
+}

@@ -88,6 +88,24 @@ async fn a_session_resumes_a_call_while_it_still_handles_the_request() {
 }
 
 #[tokio::test]
+async fn a_stream_that_another_one_supersedes_ends_without_a_message() {
+    // A client that reads both would take an error on the first one for the response.
+    let (server, api) = started().await;
+    for (client, request) in [(Mcp::legacy(&api).await, 2), (Mcp::modern(&api), 1)] {
+        let (mut first, event) = begin(&client).await;
+        let call = take(&server).await;
+        let mut second = client.resume(&event).await;
+        second.event().await.unwrap();
+        assert_eq!(first.next().await, None);
+        let mut third = client.resume(&event).await;
+        third.event().await.unwrap();
+        assert_eq!(second.next().await, None);
+        succeed(&server, &call).await;
+        assert_result(&mut third, &json!(request), &call).await;
+    }
+}
+
+#[tokio::test]
 async fn a_resumed_call_can_be_canceled_by_the_id_of_its_request() {
     let (mut server, api) = started().await;
     let client = Mcp::legacy(&api).await;

@@ -22,6 +22,7 @@ pub struct Mcp {
     pub session: Option<String>,
     capabilities: Value,
     path: String,
+    name: String,
     next: AtomicU64,
 }
 
@@ -62,6 +63,7 @@ impl Mcp {
             session: None,
             capabilities: json!({}),
             path: "/mcp".to_owned(),
+            name: "test".to_owned(),
             next: AtomicU64::new(1),
         }
     }
@@ -77,7 +79,7 @@ impl Mcp {
         let params = json!({
             "protocolVersion": LEGACY,
             "capabilities": client.capabilities,
-            "clientInfo": { "name": "test", "version": "1" },
+            "clientInfo": { "name": client.name, "version": "1" },
         });
         let response = client.ask("initialize", params).await;
         assert_eq!(response.result()["protocolVersion"], LEGACY);
@@ -90,6 +92,12 @@ impl Mcp {
     /// Sets the capabilities of the client.
     pub fn able(mut self, capabilities: Value) -> Self {
         self.capabilities = capabilities;
+        self
+    }
+
+    /// Sets the name of the client.
+    pub fn named(mut self, name: &str) -> Self {
+        self.name = name.to_owned();
         self
     }
 
@@ -117,7 +125,8 @@ impl Mcp {
         if self.revision == MODERN {
             let meta = &mut params["_meta"];
             meta["io.modelcontextprotocol/protocolVersion"] = MODERN.into();
-            meta["io.modelcontextprotocol/clientInfo"] = json!({ "name": "test", "version": "1" });
+            meta["io.modelcontextprotocol/clientInfo"] =
+                json!({ "name": self.name, "version": "1" });
             meta["io.modelcontextprotocol/clientCapabilities"] = self.capabilities.clone();
             request = request.header("mcp-method", method);
             let subject =

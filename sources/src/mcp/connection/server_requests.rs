@@ -11,8 +11,9 @@ use parking_lot::Mutex;
 use rmcp::model::{
     ClientCapabilities, ClientConfig, ElicitRequest, ElicitRequestParams, ElicitResult,
     ElicitationAction, ElicitationCapability, FormElicitationCapability, Implementation,
-    InputRequest, LoggingMessageNotificationParam, ProgressNotificationParam, ProgressToken,
-    ProtocolVersion, RequestId, ResourceUpdatedNotificationParam, UrlElicitationCapability,
+    InputRequest, JsonObject, LoggingMessageNotificationParam, ProgressNotificationParam,
+    ProgressToken, ProtocolVersion, RequestId, ResourceUpdatedNotificationParam,
+    UrlElicitationCapability,
 };
 use rmcp::service::{InboundStreamOrigin, NotificationContext, RequestContext};
 use rmcp::{ClientHandler, ErrorData, RoleClient};
@@ -375,13 +376,17 @@ pub(super) fn to_progress(notification: ProgressNotificationParam) -> AttemptPro
     AttemptProgress { percent, message: notification.message, data: Some(Value::Object(data)) }
 }
 
-/// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks.
+/// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks, and
+/// expects the names of another Toolcrib with dots.
 pub fn client_config() -> ClientConfig {
     let elicitation = ElicitationCapability::new()
         .with_form(FormElicitationCapability::default())
         .with_url(UrlElicitationCapability::default());
     let mut capabilities = ClientCapabilities::builder().enable_tasks().build();
     capabilities.elicitation = Some(elicitation);
+    // The rules of this Toolcrib name the tools that another Toolcrib offers.
+    let dotted_names = [("toolcrib/dotted_names".to_owned(), JsonObject::new())];
+    capabilities.experimental = Some(dotted_names.into());
     let version = env!("CARGO_PKG_VERSION");
     let mut config = ClientConfig::new(capabilities, Implementation::new("toolcrib", version));
     config.protocol_version = ProtocolVersion::LATEST_WITH_INITIALIZE;

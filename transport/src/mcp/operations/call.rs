@@ -16,7 +16,7 @@ use rmcp::model::{
 use serde_json::Value;
 use toolcrib::calls::{Until, duplicate_key_error};
 use toolcrib::domain::call::Call;
-use toolcrib::domain::fault::{Code, Fault};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::registry::CatalogEntry;
 use toolcrib::{CallRequest, Json, Ticket};
 
@@ -24,7 +24,9 @@ use super::elicitation::{self, ElicitationOutcome};
 use super::progress::ProgressForwarder;
 use super::tasks;
 use crate::delivery::ResponseDeliveries;
-use crate::mcp::call_stream::{CallStoredSignal, StreamId, StreamWaiter, StreamedCall};
+use crate::mcp::call_stream::{
+    CallStoredSignal, StreamId, StreamWaiter, StreamedCall, superseded_error,
+};
 use crate::mcp::duplicate_keys;
 use crate::mcp::request::{McpClientInfo, ProtocolRevision, http_parts, passthrough_meta};
 use crate::mcp::state::RequestScope;
@@ -54,7 +56,7 @@ pub(crate) async fn call_tool(
     let client = McpClientInfo::from_context(context);
     let tool = shared.engine.registry().tool(&view.caller, &params.name).ok();
     let listed = tool.as_ref().filter(|_| discovery == ToolDiscovery::List);
-    let format = ResultFormat::new(listed, client.revision).for_client(&client);
+    let format = ResultFormat::new(listed, client.revision, scope.name_form()).for_client(&client);
     if let Some(state) = params.request_state.clone() {
         let ticket = elicitation::resume_call(shared, view, params, &state).await?;
         let waiter =
@@ -106,7 +108,7 @@ pub(crate) async fn resume_stream(
         false => ToolDiscovery::List,
     };
     let listed = tool.as_ref().filter(|_| discovery == ToolDiscovery::List);
-    let format = ResultFormat::new(listed, client.revision).for_client(&client);
+    let format = ResultFormat::new(listed, client.revision, scope.name_form()).for_client(&client);
     let waiter = ToolCallWaiter::new(scope, client, format);
     waiter.track_delivery(&ticket);
     let response = waiter.wait_for_response(&ticket, discovery).await;
@@ -176,11 +178,6 @@ fn to_call_request(
         rejoin: flag("rejoin")?.unwrap_or(true),
         meta: None,
     })
-}
-
-/// Returns the response on a connection that the MCP client has replaced by another one.
-fn superseded_error() -> ErrorData {
-    ErrorData::internal_error("the response is sent on another stream", None)
 }
 
 /// Waits for one call on behalf of one MCP client.
@@ -323,16 +320,16 @@ impl<'a> ToolCallWaiter<'a> {
             ElicitationOutcome::Unanswered => {
                 let message = "the MCP client did not answer the elicitation";
                 let fault = Fault::new(Code::RuntimeError, message).retryable(false);
-                return Err(self.abort(call, fault).await);
+                return self.abort(call, fault).await.map(|()| true);
             }
         };
         let submitted = elicitation::submit_answers(shared, view, &call.id, answers).await;
-        if let Err(error) = &submitted {
+        if let Err(error) = submitted {
             // The MCP client learns the reason, but has no call id with which to answer again.
             let message = format!("the MCP client's answers cannot be used: {}", error.message);
-            self.abort(call, Fault::new(Code::ValidationError, message)).await;
+            self.abort(call, Fault::new(Code::ValidationError, message)).await?;
         }
-        submitted.map(|()| true)
+        Ok(true)
     }
 
     /// Waits until none of these questions is open: they were answered through another request, or
@@ -428,12 +425,14 @@ impl<'a> ToolCallWaiter<'a> {
     }
 
     /// Ends a call that cannot continue, although its caller did not cancel it.
-    async fn abort(&self, call: &Call, fault: Fault) -> ErrorData {
+    async fn abort(&self, call: &Call, fault: Fault) -> Result<(), ErrorData> {
         let (engine, caller) = (&self.scope.shared.engine, &self.scope.view.caller);
-        let message = fault.message.clone();
-        // The call may have ended meanwhile; then there is nothing to stop.
-        let _ = engine.calls().abort(caller, &call.id, fault).await;
-        ErrorData::internal_error(message, None)
+        match engine.calls().abort(caller, &call.id, fault).await {
+            // A call that has ended meanwhile needs no end.
+            Ok(_) => Ok(()),
+            Err(Error::Refused { fault, .. }) if fault.code == Code::Conflict => Ok(()),
+            Err(error) => Err(tool_result::protocol_error(error)),
+        }
     }
 
     /// Returns the response to a call that has not ended: a task, or a text with the call id.

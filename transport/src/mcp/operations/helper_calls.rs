@@ -207,7 +207,7 @@ async fn call_result(
     };
     // The result is one of `call.result`, which declares no output schema.
     let client = McpClientInfo::from_context(context);
-    let format = ResultFormat::new(None, client.revision).for_client(&client);
+    let format = ResultFormat::new(None, client.revision, scope.name_form()).for_client(&client);
     let call = match found {
         Ok(Ok(call)) => call,
         Ok(Err(error)) => {

@@ -146,7 +146,8 @@ async fn result_payload(
     call: &Arc<Call>,
 ) -> JsonObject {
     let tool = shared.engine.registry().tool(&view.caller, &call.tool_name).ok();
-    let format = ResultFormat::new(tool.as_ref(), ProtocolRevision::Modern);
+    let names = shared.name_form(view, None);
+    let format = ResultFormat::new(tool.as_ref(), ProtocolRevision::Modern, names);
     let result = tool_result::ended_call_result(call, &format, shared.settings.result_tokens).await;
     into_object(serde_json::to_value(result).unwrap_or_default())
 }
