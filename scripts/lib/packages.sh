@@ -26,35 +26,6 @@ setup_mcp_node() {
   export TOOLCRIB_TEST_MCP_NODE="$cache/$node"
 }
 
-# All MCP clients of the part mcp-clients, in directories whose names the tests know.
-setup_mcp_clients() {
-  step "MCP clients: FastMCP, LangChain, pydantic-ai, OpenAI Agents, LlamaIndex, ADK, Mastra, Inspector"
-  local versions="$mcp_python_version-$fastmcp_version-$pydantic_ai_version-$llama_index_mcp_version"
-  versions+="-$google_adk_version-$openai_agents_version"
-  local versions_v1="$mcp_python_v1_version-$langchain_mcp_version"
-  local versions_node="$mcp_node_v1_version-$mcp_node_v2_version-$ai_sdk_mcp_version"
-  versions_node+="-$mastra_mcp_version-$openai_agents_node_version-$mcp_inspector_version"
-  python_environment "mcp-clients-python-$versions" \
-    agents,fastmcp,google.adk.tools.mcp_tool,llama_index.tools.mcp,mcp,pydantic_ai.mcp \
-    "mcp==$mcp_python_version" "fastmcp==$fastmcp_version" \
-    "pydantic-ai-slim[mcp]==$pydantic_ai_version" \
-    "llama-index-tools-mcp==$llama_index_mcp_version" "google-adk[mcp]==$google_adk_version" \
-    "openai-agents==$openai_agents_version"
-  python_environment "mcp-clients-python-v1-$versions_v1" langchain_mcp_adapters.client,mcp \
-    "mcp==$mcp_python_v1_version" "langchain-mcp-adapters==$langchain_mcp_version"
-  node_packages "mcp-clients-node-$versions_node" node@22 \
-    "@modelcontextprotocol/sdk@$mcp_node_v1_version" \
-    "@modelcontextprotocol/client@$mcp_node_v2_version" "@ai-sdk/mcp@$ai_sdk_mcp_version" \
-    "@mastra/mcp@$mastra_mcp_version" "@openai/agents@$openai_agents_node_version" \
-    "@modelcontextprotocol/inspector@$mcp_inspector_version"
-  local clients="$scratch/mcp-clients"
-  mkdir -p "$clients"
-  ln -sfn "$cache/mcp-clients-python-$versions" "$clients/python"
-  ln -sfn "$cache/mcp-clients-python-v1-$versions_v1" "$clients/python-v1"
-  ln -sfn "$cache/mcp-clients-node-$versions_node" "$clients/node"
-  export TOOLCRIB_TEST_MCP_CLIENTS="$clients"
-}
-
 # The official clients of OpenAI's API, and OpenAI's agent framework.
 setup_openai_clients() {
   step "openai for Python $openai_python_version and Node $openai_node_version, openai-agents $openai_agents_version"
@@ -66,17 +37,41 @@ setup_openai_clients() {
   export TOOLCRIB_TEST_OPENAI_NODE="$cache/node-openai-$openai_node_version"
 }
 
-# Agent frameworks that use OpenAI's API and resume their work after a broken connection.
-setup_agent_frameworks() {
-  step "LangGraph $langgraph_version, Mastra $mastra_core_version"
-  local python="python-langgraph-$langgraph_version-openai-$langchain_openai_version"
-  python_environment "$python" langgraph.graph,langchain_openai \
-    "langgraph==$langgraph_version" "langchain-openai==$langchain_openai_version"
-  export TOOLCRIB_TEST_LANGGRAPH_PYTHON="$cache/$python/bin/python"
-  local node="node-mastra-$mastra_core_version-$ai_sdk_compatible_version"
-  node_packages "$node" node@22 "@mastra/core@$mastra_core_version" \
-    "@ai-sdk/openai-compatible@$ai_sdk_compatible_version"
-  export TOOLCRIB_TEST_MASTRA_NODE="$cache/$node"
+# All clients and agent frameworks of docs/integrations, in directories whose names the tests know. Frameworks
+# that need other versions of the same packages have an environment of their own.
+setup_frameworks() {
+  step "clients and agent frameworks of docs/integrations"
+  local python="frameworks-python-$mcp_python_version-$fastmcp_version-$pydantic_ai_version"
+  python+="-$google_adk_version-$openai_agents_version-$openai_python_version"
+  python_environment "$python" agents,fastmcp,google.adk.tools.mcp_tool,mcp,openai,pydantic_ai.mcp \
+    "mcp==$mcp_python_version" "fastmcp==$fastmcp_version" \
+    "pydantic-ai-slim[mcp,openai]==$pydantic_ai_version" "google-adk[mcp]==$google_adk_version" \
+    "openai-agents==$openai_agents_version" "openai==$openai_python_version"
+  local langchain="frameworks-langchain-$langchain_version-$langchain_core_version"
+  langchain+="-$langchain_openai_version-$langchain_mcp_version-$langgraph_version-$mcp_python_v1_version"
+  python_environment "$langchain" langchain.agents,langchain_mcp_adapters.client,langchain_openai,langgraph.graph \
+    "langchain==$langchain_version" "langchain-core==$langchain_core_version" \
+    "langchain-openai==$langchain_openai_version" "langchain-mcp-adapters==$langchain_mcp_version" \
+    "langgraph==$langgraph_version" "mcp==$mcp_python_v1_version"
+  local llamaindex="frameworks-llamaindex-$llama_index_mcp_version-$llama_index_openai_version"
+  python_environment "$llamaindex" llama_index.tools.mcp,llama_index.llms.openai \
+    "llama-index-tools-mcp==$llama_index_mcp_version" "llama-index-llms-openai==$llama_index_openai_version"
+  local node="frameworks-node-$mcp_node_v1_version-$mcp_node_v2_version-$ai_sdk_version-$ai_sdk_mcp_version"
+  node+="-$ai_sdk_openai_version-$ai_sdk_compatible_version-$mastra_core_version-$mastra_mcp_version"
+  node+="-$openai_agents_node_version-$openai_node_version-$mcp_inspector_version"
+  node_packages "$node" node@22 \
+    "@modelcontextprotocol/sdk@$mcp_node_v1_version" "@modelcontextprotocol/client@$mcp_node_v2_version" \
+    "ai@$ai_sdk_version" "@ai-sdk/mcp@$ai_sdk_mcp_version" "@ai-sdk/openai@$ai_sdk_openai_version" \
+    "@ai-sdk/openai-compatible@$ai_sdk_compatible_version" "@mastra/core@$mastra_core_version" \
+    "@mastra/mcp@$mastra_mcp_version" "@openai/agents@$openai_agents_node_version" \
+    "openai@$openai_node_version" "@modelcontextprotocol/inspector@$mcp_inspector_version"
+  local directory="$scratch/frameworks"
+  mkdir -p "$directory"
+  ln -sfn "$cache/$python" "$directory/python"
+  ln -sfn "$cache/$langchain" "$directory/python-langchain"
+  ln -sfn "$cache/$llamaindex" "$directory/python-llamaindex"
+  ln -sfn "$cache/$node" "$directory/node"
+  export TOOLCRIB_TEST_FRAMEWORKS="$directory"
 }
 
 # The long forms of the tests of reliability, and their duration for the soak.

@@ -51,9 +51,8 @@ define_parts() {
   define_modules utp "nats" "utp" "tools on NATS (UTP)"
   define_modules mcp "mcp_python mcp_node mcp_suite" "mcp upstreams" \
     "MCP in both directions, MCP conformance suite"
-  define_modules mcp-clients "mcp_clients" "mcp_clients" \
-    "MCP clients whose server is killed, only when named"
-  standalone_parts+=(mcp-clients)
+  define_modules integrations "mcp_python mcp_node openai_clients" "integrations" \
+    "programs of docs/integrations, short form"
   define_modules postgres "postgres nats" "postgres" "the server with PostgreSQL as its store"
   define_modules rejoin "openai_clients postgres" "rejoin" "repeated requests join the earlier work"
   define_modules chat "openai_clients" "chat models" "OpenAI-compatible API, language models"
@@ -65,8 +64,8 @@ define_parts() {
   define_modules telemetry "" "telemetry" "traces, metrics, logs"
   define_modules reliability "long_tests postgres" "reliability" \
     "long forms of kills, upgrades, pauses and storms, only when named"
-  define_modules frameworks "openai_clients agent_frameworks" "frameworks" \
-    "agent frameworks and streams after a broken connection, only when named"
+  define_modules frameworks "frameworks" "frameworks" \
+    "all clients and frameworks of docs/integrations, long form, only when named"
   define_modules soak "soak" "soak" "load with event followers for 18 minutes, only when named"
   standalone_parts+=(reliability frameworks soak)
   define_modules crash "" "crash" "killed processes, full disks, overload"
@@ -75,7 +74,7 @@ define_parts() {
 list_parts() {
   local part
   for part in "${parts[@]}"; do
-    printf '%-11s  %s%s\n' "$part" "${part_about[$part]}" \
+    printf '%-12s  %s%s\n' "$part" "${part_about[$part]}" \
       "${part_needs[$part]:+ [${part_needs[$part]// /, }]}"
   done
 }

@@ -1,13 +1,12 @@
 //! Real MCP clients whose server is killed while their call runs: each gets the result of its call,
 //! and the tool is executed once.
 //!
-//! `scripts/test` installs the clients. The official SDKs and the AI SDK are always tested; the
-//! others in the part `mcp-clients`, which sets `TOOLCRIB_TEST_MCP_CLIENTS`. A client that is not
-//! installed is skipped.
+//! `scripts/test` installs the official SDKs and the AI SDK. Every other client of
+//! `docs/integrations` is tested in the part `frameworks`. A client that is not installed is
+//! skipped.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::process::Command;
@@ -29,42 +28,27 @@ fn script(name: &str) -> PathBuf {
 }
 
 /// Builds the command of a client for Python.
-pub fn python(interpreter: &Path, client: &str) -> Command {
+fn python(interpreter: &Path, client: &str) -> Command {
     let mut command = Command::new(interpreter);
     command.arg(script("call.py")).arg(client).env("TOOLCRIB_TEST_BINARY", TOOLCRIB);
     command
 }
 
 /// Builds the command of a client for JavaScript.
-pub fn node(packages: &Path, client: &str) -> Command {
+fn node(packages: &Path, client: &str) -> Command {
     let mut command = Command::new(packages.join("node_modules/.bin/node"));
     command.arg(script("call.mjs")).arg(client);
     command.env("TOOLCRIB_TEST_NODE_DIRECTORY", packages);
     command
 }
 
-/// The time that the tool takes, and the time after which the server is killed.
-#[derive(Clone, Copy)]
-pub struct Timing {
-    tool: Duration,
-    kill: Duration,
-}
-
-/// The call is killed once it runs, and ends once the server is back.
-pub const FAST: Timing = Timing { tool: Duration::ZERO, kill: Duration::ZERO };
-
-/// A call of ten seconds, killed after three.
-pub const SLOW: Timing = Timing { tool: Duration::from_secs(10), kill: Duration::from_secs(3) };
-
-/// Runs a client, and kills the server while its call runs. Returns the output of the client.
-pub async fn kill_during_call(mut command: Command, arguments: &[&str], timing: Timing) -> String {
-    let mut server = Server::new();
-    if timing.tool.is_zero() {
-        server = server.with("DOORS__MCP__RETRY_MS", 1_000);
-    }
+/// Runs a client, and kills the server while its call runs. The call ends once the server is back.
+/// Returns the output of the client.
+async fn kill_during_call(mut command: Command) -> String {
+    let mut server = Server::new().with("DOORS__MCP__RETRY_MS", 1_000);
     server.start().await;
     server.register("pc_1", "pay.once", "irreversible").await;
-    command.arg(server.url("/mcp")).args(arguments);
+    command.arg(server.url("/mcp"));
     command.env("NO_PROXY", "127.0.0.1").env("no_proxy", "127.0.0.1");
     let child = command
         .stdin(Stdio::null())
@@ -75,11 +59,9 @@ pub async fn kill_during_call(mut command: Command, arguments: &[&str], timing: 
         .unwrap();
     let output = tokio::spawn(child.wait_with_output());
     let requests = soon("the call", server.poll_requests("pc_1", 1)).await;
-    let (began, id) = (Instant::now(), text(&requests[0], "tool_call_id"));
-    tokio::time::sleep(timing.kill).await;
+    let id = text(&requests[0], "tool_call_id");
     server.kill();
     server.start().await;
-    tokio::time::sleep(timing.tool.saturating_sub(began.elapsed())).await;
     let report = json!({ "status": "SUCCEEDED", "result": { "paid": "seven" },
         "client_id": "pc_1", "attempt": requests[0]["attempt"] });
     server.submit(&id, report).await;
@@ -97,8 +79,8 @@ pub async fn kill_during_call(mut command: Command, arguments: &[&str], timing: 
 }
 
 /// Asserts that the client got the result. Returns the last line of its output.
-pub async fn assert_gets_result(command: Command, timing: Timing) -> String {
-    let output = kill_during_call(command, &[], timing).await;
+async fn assert_gets_result(command: Command) -> String {
+    let output = kill_during_call(command).await;
     assert!(output.contains("seven"), "{output}");
     output.lines().last().unwrap_or_default().to_owned()
 }
@@ -107,7 +89,7 @@ pub async fn assert_gets_result(command: Command, timing: Timing) -> String {
 async fn the_python_sdk_gets_its_result_after_kill_9() {
     let Some(interpreter) = directory("TOOLCRIB_TEST_MCP_PYTHON") else { return };
     for client in ["sdk", "sdk_legacy"] {
-        assert_gets_result(python(&interpreter, client), FAST).await;
+        assert_gets_result(python(&interpreter, client)).await;
     }
 }
 
@@ -115,7 +97,7 @@ async fn the_python_sdk_gets_its_result_after_kill_9() {
 async fn the_python_sdk_gets_its_result_through_the_stdio_bridge() {
     let Some(interpreter) = directory("TOOLCRIB_TEST_MCP_PYTHON") else { return };
     for client in ["sdk_stdio", "sdk_stdio_legacy"] {
-        assert_gets_result(python(&interpreter, client), FAST).await;
+        assert_gets_result(python(&interpreter, client)).await;
     }
 }
 
@@ -123,14 +105,14 @@ async fn the_python_sdk_gets_its_result_through_the_stdio_bridge() {
 async fn the_typescript_sdks_get_their_result_after_kill_9() {
     let Some(packages) = directory("TOOLCRIB_TEST_MCP_NODE") else { return };
     for client in ["sdk_v1", "sdk_v2"] {
-        assert_gets_result(node(&packages, client), FAST).await;
+        assert_gets_result(node(&packages, client)).await;
     }
 }
 
 #[tokio::test]
 async fn the_ai_sdk_gets_its_result_after_kill_9() {
     let Some(packages) = directory("TOOLCRIB_TEST_MCP_NODE") else { return };
-    let line = assert_gets_result(node(&packages, "ai_sdk"), FAST).await;
+    let line = assert_gets_result(node(&packages, "ai_sdk")).await;
     let printed: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
     assert_eq!(printed["result"]["unreadable"], json!([]), "it can read every event: {line}");
 }

@@ -48,23 +48,6 @@ const clients = {
     return { result, unreadable: errors.filter(error => error.includes('parse')) };
   },
 
-  async mastra(url) {
-    const { MCPClient } = await load('@mastra/mcp');
-    const client = new MCPClient({ servers: { toolcrib: { url: new URL(url) } }, timeout: TIMEOUT });
-    const tools = await client.listTools();
-    return tools[`toolcrib_${TOOL}`].execute(ARGUMENTS);
-  },
-
-  async openai_agents(url) {
-    const { MCPServerStreamableHttp } = await load('@openai/agents');
-    const server = new MCPServerStreamableHttp({
-      url,
-      timeout: TIMEOUT,
-      clientSessionTimeoutSeconds: TIMEOUT / 1000,
-    });
-    await server.connect();
-    return server.callTool(TOOL, ARGUMENTS);
-  },
 };
 
 const [client, url] = process.argv.slice(2);
