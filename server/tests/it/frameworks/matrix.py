@@ -161,7 +161,8 @@ args = [{json.dumps(str(HERE / "desk.py"))}]
         self.request("POST", f"/v1/tool_calls/{call['tool_call_id']}/answer", {"answers": answers})
 
 
-def wait_for(description, look, seconds=60):
+# A framework takes long to start on a busy machine.
+def wait_for(description, look, seconds=150):
     until = time.monotonic() + seconds
     while True:
         try:
