@@ -2,8 +2,8 @@
 //!
 //! rmcp reads a message into such a tree, in which only one of two equal keys remains, and a number
 //! beyond 64 bits becomes the nearest double. This module looks at the text before. A call whose
-//! arguments repeat a key carries the key in its `_meta` from there on, and is refused like any call
-//! with invalid arguments. A call with numbers that the tree changes carries the text of its
+//! arguments repeat a key carries the key in its `_meta` from there on, and is refused like any
+//! call with invalid arguments. A call with numbers that the tree changes carries the text of its
 //! arguments, which then replaces the tree.
 
 use rmcp::model::MetaObject;
@@ -65,8 +65,9 @@ pub(super) fn mark_message(message: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&marked).ok()
 }
 
-/// Returns the arguments of a call: their text, if the call carries it, or the tree. The text counts
-/// only if it is that of the tree, or of a call of `tools.call` that has the tree as its arguments.
+/// Returns the arguments of a call: their text, if the call carries it, or the tree. The text
+/// counts only if it is that of the tree, or of a call of `tools.call` that has the tree as its
+/// arguments.
 pub(super) fn read_arguments(meta: &MetaObject, tree: Map<String, Value>) -> Json {
     let tree = Value::Object(tree);
     let find_text = || {
