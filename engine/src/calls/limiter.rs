@@ -231,8 +231,8 @@ impl ConcurrencyLimiter {
         std::mem::take(&mut self.state.lock().has_blocked_deliveries)
     }
 
-    /// Withholds the slots of tools, agents and users that have a limit until the attempts in flight
-    /// are counted.
+    /// Withholds the slots of tools, agents and users that have a limit until the attempts in
+    /// flight are counted.
     pub(crate) fn begin_recovery(&self) {
         self.state.lock().is_recovering = true;
     }

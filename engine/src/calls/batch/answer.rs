@@ -320,8 +320,8 @@ fn fault_with_message_only(fault: &Fault, message: String) -> Fault {
 }
 
 impl BatchAnswer {
-    /// Builds the answer from its entries, without deliveries. With a budget, the messages and texts
-    /// are written here, when the share of each entry is known.
+    /// Builds the answer from its entries, without deliveries. With a budget, the messages and
+    /// texts are written here, when the share of each entry is known.
     pub(super) async fn assemble(
         entries: Vec<RenderedEntry>,
         budget: Option<usize>,

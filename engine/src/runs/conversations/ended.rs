@@ -125,13 +125,14 @@ fn journal_of(
     now_ms: u64,
 ) -> Vec<JournalRecord> {
     let known = ended.known_messages.min(ended.messages.len());
-    let (mut asked, made) = ended.messages.split_at(known);
-    if asked.iter().map(|message| message.to_string().len()).sum::<usize>() > MAX_REQUEST_BYTES {
-        asked = &asked[asked.len() - 1..];
+    let (mut requested, made) = ended.messages.split_at(known);
+    if requested.iter().map(|message| message.to_string().len()).sum::<usize>() > MAX_REQUEST_BYTES
+    {
+        requested = &requested[requested.len() - 1..];
     }
     let data = json!({ "model": run.model });
     let mut entries =
-        vec![JournalRecord::new(kind, ended.started_ms, data).with_messages(asked.to_vec())];
+        vec![JournalRecord::new(kind, ended.started_ms, data).with_messages(requested.to_vec())];
     let mut step = 0_u64;
     for message in made {
         if message["role"] == "assistant" {

@@ -35,17 +35,24 @@ impl Fixture {
         answer
     }
 
-    /// Waits for the next turn of an agent, and leases it.
+    /// Waits for the next turn of an agent, and leases it. A turn whose call was canceled stays in
+    /// the inbox for a moment; its lease is refused.
     async fn lease_next(&self, agent: &str) -> Value {
-        let turn = until(&format!("a turn of {agent}"), || async {
+        until(&format!("a turn of {agent}"), || async {
             let inbox = self.rpc(agent, "inbox", json!({ "wait_ms": 1_000 })).await;
             let items = inbox["items"].as_array().unwrap().clone();
-            items.into_iter().find(|item| item["message_type"] == "turn")
+            for item in items.into_iter().filter(|item| item["message_type"] == "turn") {
+                let body = json!({ "agent_turn_id": item["payload"]["agent_turn_id"] });
+                let leased = self.peer.request(&format!("agent.{agent}.lease"), body).await;
+                if leased["ok"] == true {
+                    return Some(json!({ "item": item, "turn": leased }));
+                }
+                let message = leased["error"]["message"].as_str().unwrap();
+                assert!(message.ends_with("has ended: CANCELED"), "lease: {leased}");
+            }
+            None
         })
-        .await;
-        let body = json!({ "agent_turn_id": turn["payload"]["agent_turn_id"] });
-        let leased = self.rpc(agent, "lease", body).await;
-        json!({ "item": turn, "turn": leased })
+        .await
     }
 
     /// Ends a leased turn with a deliverable.

@@ -376,8 +376,8 @@ pub(super) fn to_progress(notification: ProgressNotificationParam) -> AttemptPro
     AttemptProgress { percent, message: notification.message, data: Some(Value::Object(data)) }
 }
 
-/// Converts a log message of a tool, in JSON, to Toolcrib's form, with the upstream's name before the
-/// logger's.
+/// Converts a log message of a tool, in JSON, to Toolcrib's form, with the upstream's name before
+/// the logger's.
 pub(super) fn log_to_progress(upstream: &str, message: &str) -> Option<AttemptProgress> {
     let message: LoggingMessageNotificationParam = serde_json::from_str(message).ok()?;
     let logger = match &message.logger {

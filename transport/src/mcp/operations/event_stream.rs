@@ -47,8 +47,8 @@ pub(crate) async fn stream(
     request: &CustomRequest,
     context: &RequestContext<RoleServer>,
 ) -> Result<CustomResult, ErrorData> {
-    let asked = McpRequest::from_context(context);
-    if asked.http.is_some() && asked.client.revision == ProtocolRevision::Legacy {
+    let received = McpRequest::from_context(context);
+    if received.http.is_some() && received.client.revision == ProtocolRevision::Legacy {
         // In a session, only progress reaches the stream of its request.
         let data = json!({ "feature": "deliveryMode", "value": "push" });
         let message = "events/stream needs revision 2026-07-28 over HTTP: use events/poll";

@@ -7,10 +7,12 @@ use rmcp::model::{CustomRequest, CustomResult, ErrorCode};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use toolcrib::domain::caller::AuthMethod;
+use toolcrib::domain::caller::{AuthMethod, Caller};
 
 use crate::mcp::events::error_code;
-use crate::mcp::events::subscriptions::{EventSubscriptionRecord, MAX_SUBSCRIPTIONS};
+use crate::mcp::events::subscriptions::{
+    EventSubscriptionRecord, EventSubscriptions, MAX_SUBSCRIPTIONS,
+};
 use crate::mcp::events::types::{EventFilter, EventType};
 use crate::mcp::events::webhook::{EventReceiver, parse_secret};
 use crate::mcp::request::CallerView;
@@ -227,18 +229,7 @@ async fn subscribe(
         let message = "the project has too many subscriptions to events";
         return Err(event_error(error_code::RESOURCE_EXHAUSTED, message, data));
     }
-    if !events.is_verified(caller, &record.url) {
-        let receiver =
-            EventReceiver { url: &record.url, secret: &record.secret, subscription_id: &id };
-        events.sender.verify(&receiver).await.map_err(|problem| {
-            let message = "the URL did not confirm that it wants messages";
-            event_error(
-                error_code::CALLBACK_ENDPOINT,
-                message,
-                json!({ "reason": problem.as_str() }),
-            )
-        })?;
-    }
+    verify_receiver(events, caller, &record, &id).await?;
     record.position = match (&earlier, parse_cursor(params.cursor.as_deref())?) {
         // Delivery continues where it is.
         (Some((earlier, _)), _) => earlier.position,
@@ -270,6 +261,24 @@ async fn subscribe(
         });
     }
     Ok(result)
+}
+
+/// Asks the receiver of a subscription to confirm that it accepts messages, unless it did before.
+async fn verify_receiver(
+    events: &EventSubscriptions,
+    caller: &Caller,
+    record: &EventSubscriptionRecord,
+    id: &str,
+) -> Result<(), ErrorData> {
+    if events.is_verified(caller, &record.url) {
+        return Ok(());
+    }
+    let receiver = EventReceiver { url: &record.url, secret: &record.secret, subscription_id: id };
+    events.sender.verify(&receiver).await.map_err(|problem| {
+        let message = "the URL did not confirm that it wants messages";
+        let data = json!({ "reason": problem.as_str() });
+        event_error(error_code::CALLBACK_ENDPOINT, message, data)
+    })
 }
 
 /// Refuses a caller without credentials: its subscriptions would be those of every caller.
