@@ -128,7 +128,7 @@ const TABLE: [Row; 17] = [
         403,
         false,
         "the caller may not do this",
-        "the message says why; an operator can change rules and keys (toolcrib rules, toolcrib keys)",
+        "the message says why; an operator can change it (toolcrib allow, toolcrib rules, toolcrib keys)",
     ),
     row(
         Code::Conflict,

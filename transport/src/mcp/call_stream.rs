@@ -241,7 +241,9 @@ pub(super) async fn respond(
         let call = next_call(&mut stored).await;
         tokio::select! {
             () = tokio::time::sleep(STREAM_DELAY) => {}
-            message = next_notification(&mut stream.notifications) => stream.queue_message(&message),
+            message = next_notification(&mut stream.notifications) => {
+                stream.queue_message(&message);
+            }
         }
         call
     };
