@@ -29,10 +29,6 @@ use tokio_util::sync::CancellationToken;
 use toolcrib::CallId;
 use toolcrib_protocol::sse::SseParser;
 
-/// Time that a stored call has to end before its response becomes a stream. A stream costs several
-/// messages, and an MCP client that loses the connection in this time sends its request again.
-const STREAM_DELAY: Duration = Duration::from_millis(20);
-
 /// Interval of comments that keep an idle stream open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
@@ -226,8 +222,9 @@ pub(super) type OpenHook = Box<dyn FnOnce(&CallEventId) -> Option<StreamGuard> +
 /// A value that is dropped when the stream ends.
 pub(super) type StreamGuard = Box<dyn std::any::Any + Send>;
 
-/// Answers with the response that comes soon, or else with a stream: once the call is stored and
-/// does not end within [`STREAM_DELAY`], or has something to report.
+/// Answers with the response, or, if the call is stored before there is one, with a stream. The
+/// stream opens at once: an MCP client that loses its connection before the first event does not
+/// know the call, and cannot ask for its result.
 pub(super) async fn respond(
     mut handling: BoxFuture<'static, Response>,
     notifications: Option<mpsc::Receiver<String>>,
@@ -237,16 +234,6 @@ pub(super) async fn respond(
 ) -> Response {
     let mut stream = CallStream::new(options);
     stream.notifications = notifications;
-    let opening = async {
-        let call = next_call(&mut stored).await;
-        tokio::select! {
-            () = tokio::time::sleep(STREAM_DELAY) => {}
-            message = next_notification(&mut stream.notifications) => {
-                stream.queue_message(&message);
-            }
-        }
-        call
-    };
     tokio::select! {
         biased;
         response = &mut handling => {
@@ -257,7 +244,7 @@ pub(super) async fn respond(
             stream.body = Some(response.into_body().into_data_stream());
             stream.unopened = Some((stored, on_open));
         }
-        call = opening => {
+        call = next_call(&mut stored) => {
             stream.handling = Some(handling);
             stream.open(call, on_open);
         }
