@@ -36,7 +36,7 @@ impl WakeupQueue {
 }
 
 impl Utp {
-    /// Returns the URL that is told when an item waits for an agent.
+    /// Returns the URL that receives a webhook when an item waits for an agent.
     fn wakeup_url(&self, project: &str, agent_id: &str) -> Option<String> {
         self.core.webhook_sender.as_ref()?;
         let entry = self.registry.find_agent_entry(project, agent_id)?;
