@@ -60,8 +60,8 @@ async fn kill_during_call(mut command: Command) -> String {
     let output = tokio::spawn(child.wait_with_output());
     let requests = soon("the call", server.poll_requests("pc_1", 1)).await;
     let id = text(&requests[0], "tool_call_id");
-    // The stream of the client opens when the call is stored, before the tool gets it. A server that
-    // answers later requests has sent its first event, which names the call.
+    // The stream of the client opens when the call is stored, before the tool gets it. A server
+    // that answers later requests has sent its first event, which names the call.
     for _ in 0..20 {
         server.http.get(server.url("/livez")).send().await.unwrap();
     }
