@@ -38,7 +38,7 @@ const ATTEMPT_INTERVAL: Duration = Duration::from_millis(1);
 struct LoadTarget {
     addr: Arc<str>,
     request: Arc<[u8]>,
-    /// Decides if a response counts as good.
+    /// Decides whether a response is ok.
     is_ok: ResponseCheck,
 }
 
@@ -79,7 +79,7 @@ impl LoadTarget {
 }
 
 /// The results of one worker. They outlive the worker's future, so that nothing is lost when the
-/// worker is cancelled during a call.
+/// worker is canceled during a call.
 #[derive(Default)]
 struct WorkerStats {
     latencies: Vec<u64>,
@@ -172,7 +172,7 @@ pub async fn closed_loop_with_request(
 /// arrived; repeats this `rounds` times on the same `n` connections, which are open before the
 /// first round.
 ///
-/// A round that is not over after 30 s is cancelled, and its open calls are counted as errors.
+/// A round that is not over after 30 s is canceled, and its open calls are counted as errors.
 ///
 /// # Errors
 ///

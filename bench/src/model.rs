@@ -174,7 +174,7 @@ impl ScriptedModel {
         Ok(model)
     }
 
-    /// Starts a model that reacts with these one after the other, and then refuses.
+    /// Starts a model that shows these behaviors one after the other, and then refuses.
     ///
     /// # Errors
     ///

@@ -3,6 +3,9 @@
 //!
 //! A decision and the release of its call are one commit, and so are all decisions of one request.
 //! The caller that made a call never decides about it, whatever its roles and transport.
+//!
+//! `calls/accept/approval_request.rs` requests the approval of a new call, and
+//! `calls/accept/access_recheck.rs` checks it again when the call is dispatched.
 
 mod decide;
 pub(crate) mod replacement;
@@ -65,7 +68,8 @@ impl Approvals {
     }
 
     /// Ends standing approvals that have expired or whose run has ended, durably, and removes them
-    /// and the revoked ones from memory. While there are others, the time of day is recorded.
+    /// and the revoked ones from memory. Records the time, so that setting the clock back makes
+    /// none valid again.
     pub(crate) async fn end_standing(&self) -> Result<(), Error> {
         let index = &self.dispatcher.approval_index;
         let all = index.all_standing();

@@ -49,7 +49,7 @@ pub use open_calls::LimitStatus;
 pub use rejoin::PendingDelivery;
 pub use report::AttemptReport;
 pub use request::{CallRequest, duplicate_key_error};
-pub use wait::{CallPage, CallQuery, CallRef, EventQuery, Until};
+pub use wait::{CallEventPage, CallPage, CallQuery, CallRef, EventQuery, Until};
 
 /// Accepts, reports, cancels, reads and waits for calls.
 pub struct Calls {
@@ -75,7 +75,7 @@ pub struct Dispatcher {
     /// Tasks of the attempts that run in this process.
     pub(crate) attempts: TaskTracker,
     pub(crate) recovered: AtomicBool,
-    /// The difference between the time of day and the clock's count, as last recorded.
+    /// The clock's `wall_offset_ms`, as last recorded.
     pub(crate) wall_offset_ms: AtomicI64,
     /// True from the start of an engine until every open call of the store has an owner again.
     pub(crate) is_recovering: AtomicBool,
@@ -172,8 +172,8 @@ impl Calls {
         self.availability(project, &tool.name, tool.executor)
     }
 
-    /// Says what a call waits for that no executor has taken: a client that is away, or a person.
-    /// Returns `None` for every other call.
+    /// Describes what a call waits for: the approval of a person, or an executor that has not
+    /// acknowledged the call. Returns `None` if the call waits for neither.
     pub fn describe_hold(&self, call: &Call) -> Option<String> {
         if let Some(id) = call.pending_approval() {
             return Some(format!(

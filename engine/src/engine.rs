@@ -27,6 +27,13 @@ pub use builder::EngineBuilder;
 /// The engine. Cloning is cheap; all clones share one state.
 #[derive(Clone)]
 pub struct Engine {
+    /// One allocation, because a transport clones the engine several times per request: each
+    /// reference count that it changes is contended by all threads.
+    pub(crate) parts: Arc<EngineParts>,
+}
+
+/// The parts of an engine, in the order of the layers.
+pub(crate) struct EngineParts {
     pub(crate) core: Arc<Core>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) projects: Arc<Projects>,
@@ -50,87 +57,87 @@ impl Engine {
 
     /// Accepts, reports, cancels, reads and waits for calls.
     pub fn calls(&self) -> &Arc<Calls> {
-        &self.calls
+        &self.parts.calls
     }
 
     /// Shows and decides approvals of calls.
     pub fn approvals(&self) -> &Arc<Approvals> {
-        &self.approvals
+        &self.parts.approvals
     }
 
     /// Connects programs that provide tools.
     pub fn clients(&self) -> &Arc<Clients> {
-        &self.clients
+        &self.parts.clients
     }
 
     /// Finds tools and agents, and decides who may use them.
     pub fn registry(&self) -> &Arc<Registry> {
-        &self.registry
+        &self.parts.registry
     }
 
     /// Creates projects and defines their tools.
     pub fn projects(&self) -> &Arc<Projects> {
-        &self.projects
+        &self.parts.projects
     }
 
     /// Defines the agents of projects, and lists them.
     pub fn roster(&self) -> &Arc<AgentRoster> {
-        &self.roster
+        &self.parts.roster
     }
 
     /// Holds the MCP servers that tools are imported from.
     pub fn upstreams(&self) -> &Arc<Upstreams> {
-        &self.upstreams
+        &self.parts.upstreams
     }
 
     /// Runs agents: the agent loop, stored runs and their contexts.
     pub fn runs(&self) -> &Arc<Runs> {
-        &self.runs
+        &self.parts.runs
     }
 
     /// Serves tool services and agents that speak UTP.
     pub fn utp(&self) -> &Arc<Utp> {
-        &self.utp
+        &self.parts.utp
     }
 
     /// Shows and repeats webhook deliveries.
     pub fn webhooks(&self) -> &Arc<Webhooks> {
-        &self.webhooks
+        &self.parts.webhooks
     }
 
     /// Changes keys, access rules, limits and kill switches, and reads the audit log.
     pub fn admin(&self) -> &Arc<Admin> {
-        &self.admin
+        &self.parts.admin
     }
 
     /// Returns the limits in force.
     pub fn limits(&self) -> &EngineLimits {
-        &self.core.limits
+        &self.parts.core.limits
     }
 
     /// Returns the time of day by the engine's clock, in Unix milliseconds.
     pub fn now_ms(&self) -> u64 {
-        self.core.wall_ms()
+        self.parts.core.wall_ms()
     }
 
     /// Returns true if the engine is shutting down and accepts no more calls.
     pub fn is_draining(&self) -> bool {
-        self.core.is_draining()
+        self.parts.core.is_draining()
     }
 
     /// Checks that the store can be read and written.
     pub async fn check_store(&self) -> Result<(), Error> {
-        self.core.store.check_health().await.map_err(from_store_error)
+        self.parts.core.store.check_health().await.map_err(from_store_error)
     }
 
     /// Returns the size of the store.
     pub async fn store_size_bytes(&self) -> Result<u64, Error> {
-        self.core.store.size_bytes().await.map_err(from_store_error)
+        self.parts.core.store.size_bytes().await.map_err(from_store_error)
     }
 
     /// Returns the health of each source's dependencies, ordered by name.
     pub fn sources_health(&self) -> Vec<SourceHealth> {
-        let sources = self.calls.dispatcher.sources.values();
+        let sources = self.parts.calls.dispatcher.sources.values();
         let mut health: Vec<_> = sources.filter_map(|source| source.health()).collect();
         health.sort_by_key(|health| health.name);
         health
@@ -138,19 +145,19 @@ impl Engine {
 
     /// Returns the reason once the store has failed for good, so that the process has to restart.
     pub async fn wait_for_store_failure(&self) -> String {
-        self.core.store.wait_for_failure().await
+        self.parts.core.store.wait_for_failure().await
     }
 
     /// Stops accepting work and waits, at most `limit`, for attempts that run in this process. The
     /// next start finds and settles the calls that have not finished by then.
     pub async fn shut_down(&self, limit: std::time::Duration) {
-        self.core.draining.store(true, Ordering::Release);
-        let attempts = &self.calls.dispatcher.attempts;
+        self.parts.core.draining.store(true, Ordering::Release);
+        let attempts = &self.parts.calls.dispatcher.attempts;
         attempts.close();
         let _ = tokio::time::timeout(limit, attempts.wait()).await;
-        self.core.shutdown.cancel();
-        self.clients.client_queue.close();
-        self.core.tasks.close();
-        self.core.tasks.wait().await;
+        self.parts.core.shutdown.cancel();
+        self.parts.clients.client_queue.close();
+        self.parts.core.tasks.close();
+        self.parts.core.tasks.wait().await;
     }
 }

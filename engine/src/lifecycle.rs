@@ -44,7 +44,7 @@ use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::json::Json;
 use crate::domain::tool::{Effect, Executor};
 
-/// Ends the message of a fault that leaves open if an irreversible tool had its effect.
+/// Last part of the message of a fault after which an irreversible tool may have had its effect.
 pub(crate) const MAY_HAVE_HAPPENED: &str = "it may have taken effect, so a retry is not safe";
 
 /// An input of the state machine.
@@ -106,7 +106,7 @@ pub enum Event {
     },
     /// The predecessor has ended.
     PredecessorEnded,
-    /// The predecessor got more time, because it waits for input.
+    /// The predecessor got more time, because it waits for input or for an approval.
     PredecessorExtended {
         /// Present deadline of the predecessor, in Unix milliseconds.
         deadline_ms: u64,
@@ -522,6 +522,16 @@ fn warn_of_side_effect(call: &Call, fault: Fault) -> Fault {
         _ => format!("{}; {MAY_HAVE_HAPPENED}", fault.message),
     };
     Fault { message, retryable: false, ..fault }
+}
+
+/// Returns a message without the warning that the call may have taken effect, and true if it had
+/// one. A message that becomes part of another one loses it: the outer call has its own.
+pub(crate) fn split_warning(message: &str) -> (&str, bool) {
+    let mut rest = message;
+    while let Some(before) = rest.strip_suffix(MAY_HAVE_HAPPENED) {
+        rest = before.trim_end().trim_end_matches(';').trim_end();
+    }
+    (rest, rest.len() < message.len())
 }
 
 fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {

@@ -14,12 +14,15 @@ mod responses;
 
 #[cfg(test)]
 mod tests;
+use std::borrow::Cow;
+
 use fields::RawFields;
 use serde::Serialize;
 
 use crate::domain::call::CallMetrics;
 use crate::domain::fault::{Code, Fault};
-use crate::domain::json::Json;
+use crate::domain::json::{Json, decode_unicode_escapes};
+use crate::results::embedded::decode_embedded_escapes;
 use crate::results::mcp_content::{self, MediaPart};
 
 pub use definitions::{ToolFormat, accepts_object, describe_tool, mcp_schema};
@@ -146,14 +149,15 @@ pub fn parse(entry: &Json) -> Result<ParsedToolCall, CallParseError> {
 /// The fields of [`CallFormat::Envelope`].
 pub const ENVELOPE_FIELDS: &[&str] = envelope::FIELDS;
 
-/// Returns the fields of an envelope that it does not know. Fields of the other formats belong to
-/// their APIs and are not checked; so are those of an entry whose format is not recognized.
+/// Returns the names of an entry's fields that the envelope format does not define. Fields of the
+/// other formats belong to their APIs and are not checked; nor are those of an entry whose format
+/// is not recognized.
 pub fn unknown_envelope_fields(entry: &Json) -> Vec<String> {
     let Ok(fields) = RawFields::parse(entry) else { return Vec::new() };
     if detect_format(&fields) != Ok(CallFormat::Envelope) {
         return Vec::new();
     }
-    // Parsing the entry explains arguments under the name of another format.
+    // The parser already reports arguments under the field name of another format.
     let is_explained = |name: &str| matches!(name, "arguments" | "input") && !fields.has("args");
     let is_unknown = |name: &&str| !ENVELOPE_FIELDS.contains(name) && !is_explained(name);
     fields.names().filter(is_unknown).map(str::to_owned).collect()
@@ -272,16 +276,22 @@ pub fn fault_content(fault: &Fault) -> String {
 }
 
 /// Formats a result as message content: a string as plain text, an MCP result as its texts,
-/// everything else as JSON.
+/// everything else as JSON. Characters are written as themselves, even if the tool escaped them.
 pub fn data_content(data: &Json) -> String {
     if let Some(content) = mcp_content::read_content(data) {
         return content.text;
     }
     let text = data.text();
     // Only a document that starts like a string is decoded as one.
-    let decoded =
+    let decoded: Option<String> =
         text.trim_start().starts_with('"').then(|| serde_json::from_str(text).ok()).flatten();
-    decoded.unwrap_or_else(|| text.to_owned())
+    match decoded {
+        Some(text) => match decode_embedded_escapes(&text) {
+            Cow::Owned(decoded) => decoded,
+            Cow::Borrowed(_) => text,
+        },
+        None => decode_unicode_escapes(text).into_owned(),
+    }
 }
 
 /// Formats a ticket as message content.

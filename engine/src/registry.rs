@@ -18,6 +18,7 @@ pub(crate) mod sign_ins;
 pub(crate) mod switches;
 pub(crate) mod upstreams;
 use std::collections::HashSet;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use audit::denial_log::DenialLog;
@@ -34,7 +35,7 @@ pub use catalog::{
 pub use credentials::{CredentialVerifier, Credentials, OperatorCredential};
 pub use keys::{CreatedKey, NewKey};
 pub use model_tool_names::{hashed_name_for_model, name_for_model, names_for_model};
-pub use projects::{check_array_items, parse_agent_definition};
+pub use projects::{ParsedAgent, check_array_items, parse_agent, parse_agent_definition};
 pub use search::ToolMatch;
 pub use session_tokens::{CreatedSessionToken, MAX_SESSION_TOKEN_TTL_MS, NewSessionToken};
 
@@ -47,9 +48,11 @@ pub struct Registry {
     denials: Arc<DenialLog>,
     /// Serializes directory changes made by this process.
     directory_lock: tokio::sync::Mutex<()>,
+    /// Time at which this process learned of the present directory, in Unix milliseconds.
+    directory_changed_ms: AtomicU64,
     /// Set if metrics must, or must not, carry the names of projects' tools. By default only the
     /// operator and admin keys see them.
-    tool_names_in_metrics: Option<bool>,
+    pub(crate) tool_names_in_metrics: Option<bool>,
     /// Set once, when the parts that use the registry exist.
     listeners: OnceLock<Vec<Arc<dyn DirectoryListener>>>,
 }
@@ -121,6 +124,7 @@ impl Registry {
             search_indexes: SearchIndexes::default(),
             denials: Arc::default(),
             directory_lock: tokio::sync::Mutex::new(()),
+            directory_changed_ms: AtomicU64::default(),
             tool_names_in_metrics,
             listeners: OnceLock::new(),
         }

@@ -1,6 +1,7 @@
 //! Results in the size that a reader asked for: digests, slices and token counts. Pure functions.
 
 pub mod digest;
+pub mod embedded;
 pub mod mcp_content;
 pub(crate) mod pointer;
 pub(crate) mod rows;

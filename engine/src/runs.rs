@@ -22,7 +22,7 @@ use active::ActiveRuns;
 
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::run::options::ModelRequestPolicy;
-use crate::domain::run::tool_mode::ToolModeSettings;
+use crate::domain::tool::tool_mode::ToolModeSettings;
 use crate::ports::core::Core;
 use crate::ports::model::ModelResolver;
 pub use crate::ports::store::undelivered::UndeliveredRequest;
@@ -31,7 +31,7 @@ use crate::runs::context::ResultListener;
 use crate::utp::Utp;
 
 pub use active::StartedRun;
-pub use agents::{RunTree, RunTreeNode, RunTrees, TreeUsage};
+pub use agents::{RunTree, RunTreeNode, RunTrees, TreeMember, TreeUsage};
 pub use caller_executed::{MAX_RECORDED, ReportedCall, ReportedResult};
 pub use conversations::{
     ConversationCheckpoint, Conversations, EndedConversation, SavedConversation,

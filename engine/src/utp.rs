@@ -3,12 +3,14 @@
 pub(crate) mod boxes;
 pub(crate) mod cards;
 pub(crate) mod commands;
+pub(crate) mod dead_letters;
 pub(crate) mod delegation;
 pub(crate) mod inbox;
 pub(crate) mod lineage;
 pub(crate) mod outbox;
 pub(crate) mod reports;
 pub(crate) mod shared_tables;
+pub(crate) mod trees;
 pub(crate) mod turns;
 pub(crate) mod wakeups;
 use std::collections::HashMap;
@@ -27,8 +29,9 @@ pub use crate::ports::store::utp::{ReportDisposition, SharedTableReport};
 pub use boxes::Boxes;
 pub use cards::Cards;
 pub use commands::{CommandReceipt, InternalCommand};
+pub use dead_letters::{DEAD_LETTER_REASONS, DeadLetters, UnprocessableMessage};
 pub use outbox::Outbox;
-pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport, UnprocessableMessage};
+pub use reports::{ReportReceipt, ReportRejection, ToolServiceReport};
 pub use shared_tables::WrittenReports;
 pub use turns::{
     DispatchRequest, DispatchedStep, EnqueueRequest, ResumedTurn, StepCallRequest, StepResult,
@@ -43,12 +46,15 @@ pub struct Utp {
     pub(crate) calls: Arc<Calls>,
     pub(crate) cards: Arc<Cards>,
     pub(crate) boxes: Boxes,
+    pub(crate) dead_letters: DeadLetters,
     pub(crate) outbox: Outbox,
     pub(crate) written_reports: WrittenReports,
     /// True if a publisher drains the outbox.
     pub(crate) publishes_outbox: bool,
+    /// Trees of agents, with their budgets.
+    pub(crate) trees: trees::AgentTrees,
     /// Agents that have to be woken by webhook.
-    pub(crate) wakeups: wakeups::WakeupQueue,
+    pub(crate) wakeups: wakeups::WebhookWakeups,
     /// Trace contexts of the reports that are being processed, by call.
     pub(crate) report_traceparents: Mutex<HashMap<CallId, String>>,
 }
@@ -62,6 +68,11 @@ impl Utp {
     /// Returns the boxes of cards.
     pub fn boxes(&self) -> &Boxes {
         &self.boxes
+    }
+
+    /// Returns the messages that could not be processed.
+    pub fn dead_letters(&self) -> &DeadLetters {
+        &self.dead_letters
     }
 
     /// Returns the messages that wait to be published.

@@ -13,7 +13,7 @@ use crate::ports::core::Core;
 
 pub use queue::{DeliveryPage, DeliveryQuery};
 
-/// Deliveries of signed callbacks.
+/// Lists, repeats and sends the webhooks of calls.
 pub struct Webhooks {
     pub(crate) core: Arc<Core>,
     pub(crate) calls: Arc<Calls>,

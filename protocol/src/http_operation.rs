@@ -21,10 +21,10 @@ pub use request::{OperationRequest, missing_secret_fault};
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HttpOperation {
-    /// Default: `GET`.
+    /// The HTTP method. Default: `GET`.
     #[serde(default = "default_method")]
     pub method: String,
-    /// With path parameters in braces: `https://api.example.com/pets/{id}`.
+    /// The URL, with path parameters in braces: `https://api.example.com/pets/{id}`.
     pub url: String,
     /// The location of each argument. Without this and `body`, arguments that are not in the path
     /// go into the query of GET, HEAD and DELETE, and into a JSON body otherwise.

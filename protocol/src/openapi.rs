@@ -63,8 +63,8 @@ pub struct ImportReport {
 
 /// Imports a document for a project. Fails if it is not a valid OpenAPI document.
 ///
-/// Compiles the schemas of all operations, within the budget of one request: call it where other
-/// work does not wait. An operation over the budget is skipped.
+/// Compiles the schemas of all operations, within the budget of one request. This can take long:
+/// call it on a blocking thread. An operation over the budget is skipped.
 pub fn import(
     document: &Value,
     project: &str,

@@ -192,7 +192,8 @@ pub fn parse_retry_after_ms(text: &str) -> Option<u64> {
     u64::try_from(date.as_millisecond() - Timestamp::now().as_millisecond()).ok()
 }
 
-/// Returns whether an address is on the public internet, in every notation.
+/// Returns whether an address is on the public internet. An IPv6 address that contains an IPv4
+/// address counts as the latter.
 pub(crate) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),

@@ -17,7 +17,7 @@ use toolcrib_sources::mcp::McpSource;
 use toolcrib_sources::models::ModelRegistry;
 use toolcrib_sources::utp::UtpSource;
 use toolcrib_transport::auth::oauth::JwtAuthenticator;
-use toolcrib_transport::http::{HttpState, SourceAdmin};
+use toolcrib_transport::http::{HttpState, HttpStateParts, SourceAdmin};
 use toolcrib_transport::mcp;
 
 use crate::config::Config;
@@ -188,8 +188,8 @@ async fn apply_configured_directory(engine: &Engine, config: &Config) -> anyhow:
     for (project, agents) in config.configured_agents()? {
         let caller = Caller::local(&project);
         for agent in agents {
-            let id = agent.agent_id.clone();
-            let defined = engine.roster().define_agent(&caller, agent, None).await;
+            let id = agent.agent_id().to_owned();
+            let defined = engine.roster().put_parsed_agent(&caller, agent).await;
             defined.with_context(|| format!("the configured agent {id} of project {project}"))?;
         }
     }
@@ -218,13 +218,13 @@ fn http_transport_state(
     reconciler: Option<&Arc<McpServerReconciler>>,
 ) -> HttpState {
     let sources = reconciler.map(|reconciler| reconciler.clone() as Arc<dyn SourceAdmin>);
-    HttpState {
+    HttpState::from(HttpStateParts {
         engine,
         settings: Arc::new(settings::http_transport(config)),
         metrics: telemetry::metrics_handle(),
         sources,
         conversations: Default::default(),
-    }
+    })
 }
 
 /// Returns the router of all HTTP transports of an engine that has no MCP servers.

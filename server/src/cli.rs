@@ -1,9 +1,10 @@
 //! The command line: parses arguments and runs commands.
 //!
 //! Commands for users of a server use HTTP. Commands for its operator (`keys`, `allow`, `deny`,
-//! `rules`, `limits`, `switch`, `audit`) open the data directory, because the first key must come
-//! from somewhere; with `--server` they use HTTP too. Data goes to standard output, everything else
-//! to standard error, and the exit code classifies the result (see [`failure::exit`]).
+//! `rules`, `limits`, `switch`, `agents`, `audit`) open the data directory, because no key exists
+//! that could authorize the creation of the first one; with `--server` they use HTTP too. Data goes
+//! to standard output, everything else to standard error, and the exit code classifies the result
+//! (see [`failure::exit`]).
 
 mod admin;
 mod call;
@@ -291,6 +292,21 @@ impl CommandContext {
         let (data_dir, store) = (storage.data_dir.clone(), storage.store.clone());
         let overrides = ConfigOverrides { listen: listen.cloned(), data_dir, store };
         Ok(Config::load(self.global.config.as_deref(), &overrides)?)
+    }
+
+    /// Refuses a server and a data directory or database in one command: each of them is a target
+    /// of its own.
+    fn check_one_target(&self, storage: &StorageArgs) -> Result<(), CommandFailure> {
+        let flag = match (&storage.data_dir, &storage.store) {
+            (Some(_), _) => "--data-dir",
+            (None, Some(_)) => "--store",
+            (None, None) => return Ok(()),
+        };
+        if !self.server_from_flag {
+            return Ok(());
+        }
+        let message = format!("--server and {flag} exclude each other");
+        Err(CommandFailure::usage(message).hint("name the server, or the data to work on"))
     }
 
     /// Returns the project to use when no key determines it.

@@ -338,6 +338,8 @@ pub struct LimitSettings {
     pub max_open_runs: usize,
     /// Maximum number of agents that one run has called and that have not ended.
     pub max_child_runs: usize,
+    /// Maximum number of stored boxes of cards of one project.
+    pub max_boxes_per_project: usize,
     /// Maximum size of the body of one HTTP request.
     pub max_body_bytes: usize,
     /// Maximum number of concurrent HTTP connections.
@@ -379,6 +381,7 @@ impl Default for LimitSettings {
             max_batch_bytes: limits.max_batch_bytes,
             max_open_runs: limits.max_open_runs,
             max_child_runs: limits.max_child_runs,
+            max_boxes_per_project: limits.max_boxes_per_project,
             max_body_bytes: 2 << 20,
             max_connections: 10_000,
             max_streams: 8_000,

@@ -15,8 +15,8 @@ mod linux {
     use rustix::mm::{Advice, madvise};
 
     /// Returns the mappings of this program that the process only reads: start address and length.
-    /// A mapping with anonymous pages is left out: the dynamic linker wrote relocated addresses
-    /// into it, which the file does not have.
+    /// A mapping with anonymous pages is omitted: the dynamic linker wrote relocated addresses into
+    /// it, which the file does not have.
     pub(super) fn unchanged_ranges(smaps: &str, program: &Path) -> Vec<(usize, usize)> {
         let mut found = Vec::new();
         let mut range = None;

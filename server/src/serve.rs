@@ -1,4 +1,5 @@
-//! Runs the server: listens, prints the banner, accepts connections and shuts down in order.
+//! Runs the server: listens, prints the banner, accepts connections and shuts down in an orderly
+//! way.
 //!
 //! `connections` limits the number of connections and the time that each may stay idle. On SIGTERM
 //! or Ctrl-C the server accepts no more calls and lets running calls finish within a limit. The
@@ -54,8 +55,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         tracing::info!("stopping: no new calls are accepted, running calls may finish");
         engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
     };
-    // After a failed flush the stored state is unknown, and a later successful flush does not prove
-    // it; the next start reads it from the disk.
+    // After a failed flush the stored state is unknown, and a later flush that succeeds proves
+    // nothing about it. The server stops, and its next start reads the state from the disk.
     let fail = async {
         let reason = engine.wait_for_store_failure().await;
         tracing::error!(reason, "stopping: the store has failed");
@@ -167,7 +168,7 @@ fn print_banner(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
     );
 }
 
-/// Serves a router on a listener until `stop` is cancelled. For commands that have their own
+/// Serves a router on a listener until `stop` is canceled. For commands that have their own
 /// startup and shutdown.
 pub async fn serve_listener(
     listener: TcpListener,

@@ -213,8 +213,9 @@ impl HttpSource {
         }
     }
 
-    /// Replaces fixed arguments that are references to secrets. The stored arguments have the
-    /// reference. An argument of the caller is never one: callers name no secrets.
+    /// Replaces fixed arguments that are references to secrets with the secrets. The stored
+    /// arguments have the reference. An argument of the caller is never resolved, because callers
+    /// must not name secrets.
     fn resolve_fixed_args(
         &self,
         tool: &str,
@@ -227,7 +228,7 @@ impl HttpSource {
             else {
                 continue;
             };
-            // Only if the fixed value was applied.
+            // Resolves the argument only if the fixed value was applied.
             if args.get(arg) == Some(fixed) {
                 let secret = self.read_variable(tool, name);
                 let secret = secret.ok_or_else(|| missing_secret_fault(name))?;
@@ -272,8 +273,8 @@ impl HttpSource {
     }
 }
 
-/// Returns the value of a variable that the operator names, if it is set and not empty. The
-/// server's own variables may contain its keys.
+/// Returns the value of a variable that the operator names, if it is set and not empty. Refuses the
+/// server's own variables (`TOOLCRIB_…`), because they may contain its keys.
 fn read_operator_variable(name: &str) -> Option<String> {
     if name.to_ascii_uppercase().starts_with("TOOLCRIB_") {
         tracing::warn!(variable = name, "tools may not read this variable of the server");

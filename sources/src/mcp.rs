@@ -22,6 +22,7 @@ use metrics::Counter;
 use parking_lot::Mutex;
 use rmcp::service::Peer;
 use rmcp::{RoleClient, ServiceError};
+use serde_json::Value;
 use tokio::sync::broadcast;
 use tokio_util::task::TaskTracker;
 use toolcrib::CallId;
@@ -40,6 +41,7 @@ pub use settings::{
 pub use upstream::state::{UpstreamPhase, UpstreamState, UpstreamStatus};
 
 use crate::mcp::attempt::UpstreamAttempt;
+use crate::mcp::connection::log_messages;
 use crate::mcp::connection::subscriptions::subscribe_resource;
 use oauth::{Authorizer, SharedPublicBaseUrl};
 use upstream::UpstreamServer;
@@ -253,7 +255,21 @@ impl McpSource {
         peers.collect()
     }
 
-    /// Follows the changes of a resource of an upstream. They arrive at
+    /// Asks the upstreams with these names for log messages of this level. They arrive at
+    /// [`McpSource::subscribe_changes`].
+    pub async fn include_logs(&self, project: &str, names: &[String], level: &Value) {
+        let Some(level) = log_messages::parse_level(level) else { return };
+        let connections = names.iter().filter_map(|name| {
+            let upstream = self.find(project, name)?;
+            upstream.current_connection()
+        });
+        let requests = connections.map(|live| async move {
+            live.handler.log_level.include(&live.peer, level).await;
+        });
+        futures::future::join_all(requests).await;
+    }
+
+    /// Subscribes to the changes of a resource of an upstream. They arrive at
     /// [`McpSource::subscribe_changes`], also after a reconnect.
     ///
     /// # Errors

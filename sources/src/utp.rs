@@ -4,8 +4,8 @@
 //! open calls are therefore the outbox of commands: if a crash prevents a publication, the next
 //! process starts the attempt again. While the broker is unavailable a command waits, until its
 //! call has ended. The broker and the tool service both identify a command by the call's id, so a
-//! command published twice is executed once. A command that is older than the broker's duplicate
-//! window is searched in the stream before it is published again.
+//! command published twice is executed once. If a command is older than the broker's duplicate
+//! window, Toolcrib searches the stream for it before it publishes the command again.
 
 mod command_publisher;
 pub mod host;

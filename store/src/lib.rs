@@ -14,8 +14,8 @@ pub use postgres::{PostgresOpenError, PostgresStore};
 pub use sqlite::migrate::SQLITE_SCHEMA_VERSION;
 pub use sqlite::{SqliteOpenError, SqliteStore};
 
-/// The guide for Rust users. Its code is compiled and run here because this crate has both
-/// libraries as dependencies.
+/// The guide for Rust users. Its code is compiled and run here, because it uses both the engine and
+/// a store.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/library.md")]
 pub struct LibraryPage;

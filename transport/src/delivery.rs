@@ -1,5 +1,5 @@
-//! Observes if responses reach their requesters, so that a repeated request can join work whose
-//! answer was not delivered.
+//! Observes whether responses reach their requesters, so that a repeated request can join work
+//! whose answer was not delivered.
 //!
 //! A handler attaches deliveries to its response ([`ResponseDeliveries`]). They pass through three
 //! states. While the answer is not written, dropping the response means that the requester is gone.
@@ -24,10 +24,10 @@ use toolcrib::calls::PendingDelivery;
 /// The response header with the id of the call or run that the request joined.
 pub(crate) const JOINED_HEADER: &str = "toolcrib-joined";
 
-/// Time after which a broken connection says nothing about an answer that was written before.
+/// Time after which a written answer counts as delivered, even if the connection breaks later.
 const CONFIRMATION_TIME: Duration = Duration::from_secs(5);
 
-/// The delivery of an answer. Dropped without being marked, the requester is gone.
+/// The delivery of an answer. Dropping it before it is marked means that the requester is gone.
 pub(crate) trait AnswerDelivery: Send + Sync {
     /// Records that the answer was written to the connection.
     fn mark_written(&self);
@@ -117,7 +117,7 @@ impl ConnectionDeliveries {
         response.map(|inner| Body::new(TrackedBody { inner, deliveries, connection }))
     }
 
-    /// Marks what was handed over as written.
+    /// Marks the deliveries that the bodies handed over as written.
     pub(crate) fn mark_flushed(&self) {
         let mut state = self.0.lock();
         if state.unwritten.is_empty() {
@@ -130,13 +130,15 @@ impl ConnectionDeliveries {
         }
     }
 
-    /// Confirms what was written: the peer sent something or closed the connection in order.
+    /// Confirms the written deliveries: the peer sent something, or closed the connection in an
+    /// orderly way.
     pub(crate) fn confirm(&self) {
         let written = std::mem::take(&mut self.0.lock().written);
         written.into_iter().for_each(|(_, delivery)| delivery.mark_delivered());
     }
 
-    /// Records that the connection broke.
+    /// Records that the connection broke: confirms the answers that were written long enough ago,
+    /// and drops the other deliveries.
     fn record_break(&self) {
         let state = std::mem::take(&mut *self.0.lock());
         for (at, delivery) in state.written {

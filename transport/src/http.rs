@@ -32,14 +32,15 @@ mod v1;
 mod wait_param;
 mod wire;
 use std::net::SocketAddr;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{ConnectInfo, DefaultBodyLimit, Request};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
-use docs::BearerSecurity;
 pub use docs::errors_page;
+use docs::security::BearerSecurity;
 use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
 pub use openai::LiveConversations;
@@ -63,9 +64,13 @@ pub use v1::{
 
 use crate::auth::{CredentialWatch, OriginPolicy};
 
-/// The axum state of every HTTP handler.
+/// The axum state of every HTTP handler. All clones share one allocation, because axum clones the
+/// state several times per request.
 #[derive(Clone)]
-pub struct HttpState {
+pub struct HttpState(Arc<HttpStateParts>);
+
+/// The values that HTTP handlers use.
+pub struct HttpStateParts {
     pub engine: Engine,
     pub settings: Arc<HttpTransportSettings>,
     pub metrics: Option<PrometheusHandle>,
@@ -73,6 +78,20 @@ pub struct HttpState {
     pub sources: Option<Arc<dyn SourceAdmin>>,
     /// Conversations of OpenAI's API that a repeated request can take over.
     pub conversations: LiveConversations,
+}
+
+impl From<HttpStateParts> for HttpState {
+    fn from(parts: HttpStateParts) -> Self {
+        Self(Arc::new(parts))
+    }
+}
+
+impl Deref for HttpState {
+    type Target = HttpStateParts;
+
+    fn deref(&self) -> &HttpStateParts {
+        &self.0
+    }
 }
 
 impl HttpState {
@@ -134,7 +153,9 @@ pub struct HttpTransportSettings {
     info(
         title = "Toolcrib",
         description = "The tool crib for AI agents: agents call tools by name, every call is a \
-                       durable ticket, and an available executor runs it.",
+                       durable ticket, and an available executor runs it. A server without keys \
+                       accepts requests without credentials, except those of operators: for \
+                       these, enter the operator token with Authorize.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     tags(
@@ -164,7 +185,8 @@ fn routes() -> OpenApiRouter<HttpState> {
 /// Returns the OpenAPI document as JSON text.
 pub fn openapi_json() -> String {
     let document = docs::deduplicate_operation_ids(routes().split_for_parts().1);
-    let document = docs::examples::add_examples(docs::add_common_refusals(document));
+    let document = docs::security::add_requirements(docs::add_common_refusals(document));
+    let document = docs::examples::add_examples(document);
     let mut text = docs::examples::to_ordered_json(document);
     text.push('\n');
     text

@@ -8,14 +8,16 @@
 //!
 //! Layers, lowest first. A module uses only modules of lower layers:
 //!
-//! 1. `settings`, `passthrough`, `request` and `call_arguments`: the settings, the port to
-//!    resources and prompts of MCP servers, the properties of one request, and repeated keys in the
-//!    text of a message.
-//! 2. `tool_result` and `param_errors`: conversions from the engine's records to MCP's format;
-//!    `sessions` and `call_stream`: session ids and streams that outlive the process.
-//! 3. `tool_list`: the tools that a caller sees; `resume`: the streams that continue a lost one.
-//! 4. `events`: event types and their webhooks; `state`: the state that all requests share, and
-//!    that of a legacy session; `task_subscription`: the tasks that a subscription names.
+//! 1. `passthrough`, `request` and `call_arguments`: the port to resources and prompts of MCP
+//!    servers, the properties of one request, and the arguments that rmcp would change;
+//!    `param_errors`: the explanation of requests that rmcp cannot parse; `sessions` and
+//!    `call_stream`: session ids and streams that outlive the process; `events`: event types and
+//!    their webhooks.
+//! 2. `settings`: limits and defaults; `tool_list`: the tools that a caller sees; `resume`: the
+//!    streams that continue a lost one.
+//! 3. `tool_result`: conversion from the engine's records to MCP's format; `state`: the state that
+//!    all requests share, and that of a legacy session.
+//! 4. `task_subscription`: the tasks that a subscription names.
 //! 5. `operations`: one module per group of MCP methods.
 //! 6. `server`: rmcp's handler, which delegates each method to its operation. A method is added
 //!    there.

@@ -1,5 +1,6 @@
 //! The NATS transport. Serves cards, reports, inboxes and turns by request and reply, publishes the
-//! messages of the outbox, and stores commands that nothing serves as dead letters.
+//! messages of the outbox, and turns commands for internal tools into calls. Any other command to
+//! the system becomes a dead letter.
 //!
 //! A subject names the project, and every client that may publish under it acts for that project:
 //! the permissions of NATS are the credentials here. If the server has API keys, the access rules

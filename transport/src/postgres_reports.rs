@@ -103,7 +103,7 @@ async fn ingest_report(
             payload,
             is_truncated: cut,
         };
-        engine.utp().dead_letter(&caller.project, unprocessable).await?;
+        engine.utp().dead_letters().save(&caller.project, unprocessable).await?;
         return Err(error);
     }
     let (headers, body) = (UtpHeaders::from_json(&headers), written.payload.as_bytes());

@@ -10,7 +10,8 @@ use std::ops::Range;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// An endless response is a fault of the server and must not exhaust the memory of the client.
+/// Maximum size of a response in bytes. An endless response is a fault of the server and must not
+/// exhaust the memory of the client.
 const MAX_ANSWER: usize = 64 * 1024 * 1024;
 const MAX_HEAD: usize = 64 * 1024;
 
@@ -117,7 +118,7 @@ impl Connection {
     /// When the connection breaks or the response is not HTTP. The connection is unusable
     /// afterwards.
     pub async fn round_trip(&mut self, request: &[u8]) -> io::Result<HttpResponse<'_>> {
-        // Closed until the response is complete, so that a cancelled request also leaves it closed.
+        // Closed until the response is complete, so that a canceled request also leaves it closed.
         if !std::mem::replace(&mut self.open, false) {
             return Err(io::ErrorKind::NotConnected.into());
         }

@@ -58,7 +58,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Measures the memory of a tree. Every run checks that it has all its notices.
+    /// Measures the memory of a tree. The model checks that every run has the results of its calls.
     async fn measure_tree(
         &mut self,
         client: &AgentClient,
@@ -76,7 +76,7 @@ impl Bench<'_> {
 }
 
 /// Replies by the level of the agent: each calls ten agents of the next level, and answers when it
-/// has all their notices.
+/// has all their results.
 fn reply(request: &RecordedRequest) -> ScriptedBehavior {
     let messages = request.messages();
     let results = messages.iter().filter(|message| message["role"] == "tool").count();

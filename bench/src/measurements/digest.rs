@@ -16,7 +16,7 @@ use super::Bench;
 use crate::processes::memory;
 use crate::report::{Limit, Measurement};
 
-/// Size of the result.
+/// Size of the result in bytes.
 const SIZE: usize = 10 << 20;
 /// Token budget of the digest.
 const BUDGET: usize = 2_000;
@@ -127,14 +127,14 @@ fn build_document(begin: &str, end: &str, part: impl Fn(usize) -> String) -> Str
     text
 }
 
-/// A document of rows of orders.
+/// Returns a document of rows of orders.
 fn table_document() -> String {
     build_document(r#"{"columns":["id","name","sum"],"rows":["#, r#"[0,"",0]]}"#, |n| {
         format!(r#"[{n},"customer number {n}",{}.5],"#, n * 7)
     })
 }
 
-/// A document of nested objects of several shapes.
+/// Returns a document of nested objects of several shapes.
 fn nested_document() -> String {
     build_document(r#"{"page":{"orders":["#, "null]}}", |n| {
         let note = if n % 3 == 0 { r#","note":"fragile""# } else { "" };
@@ -142,7 +142,7 @@ fn nested_document() -> String {
     })
 }
 
-/// A document of one long text.
+/// Returns a document of one long text.
 fn text_document() -> String {
     build_document("\"", "\"", |n| {
         format!(r"2026-01-01T00:00:00Z INFO order {n} was packed and sent\n")

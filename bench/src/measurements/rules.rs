@@ -89,7 +89,7 @@ async fn engine_with(tools: usize, rules: Vec<Value>) -> anyhow::Result<Engine> 
     Ok(engine)
 }
 
-/// Rules of every form: exact names, patterns, other agents, users, conditions.
+/// Returns rules of every form: exact names, patterns, other agents, users, conditions.
 fn mixed_rules(count: usize) -> Vec<Value> {
     let mut rules = vec![json!({ "id": "all", "verdict": "allow", "agents": ["ada"] })];
     rules.extend((1..count).map(|n| {

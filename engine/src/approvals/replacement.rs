@@ -13,7 +13,8 @@ use crate::domain::json::Json;
 /// A new call in place of one that waits.
 pub(crate) struct Replacement {
     pub(crate) call: Call,
-    /// The rule that asks about the other arguments and the digest of the approval, if one asks.
+    /// Id of the rule that asks about the other arguments, and the digest of the approval; `None`
+    /// if no rule asks.
     pub(crate) binding: Option<(String, String)>,
 }
 

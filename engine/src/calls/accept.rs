@@ -60,7 +60,7 @@ pub(crate) struct BatchMembership {
     pub(crate) on_finished: Option<OnFinished>,
     /// The call that must end before this one starts.
     pub(crate) predecessor: Option<Arc<Call>>,
-    /// Calls of the other entries.
+    /// Calls of the batch's entries so far.
     pub(crate) siblings: Option<BatchCalls>,
 }
 
@@ -140,15 +140,17 @@ impl Calls {
         let validated = validated.and_then(|tool| check_is_on(&catalog, caller, tool));
         let key = build_idempotency_key(caller, &request);
         let may_rejoin = request.rejoin && key.is_none();
+        let joins_waiting = request.joins_waiting && catalog.allows_rejoin(caller);
         let drafted = validated.and_then(|tool| {
             let call = self.build_call(&catalog, caller, &tool, request)?;
+            let joins_waiting = joins_waiting && self.tool_allows_rejoin(caller, &tool);
             let is_candidate = may_rejoin && tool.definition.effect != Effect::Read;
             let undelivered = is_candidate
                 .then(|| self.undelivered_request(&catalog, caller, &tool, &call))
                 .flatten();
-            Ok((call, undelivered))
+            Ok((call, undelivered, joins_waiting))
         });
-        let (mut call, undelivered) = match drafted {
+        let (mut call, undelivered, joins_waiting) = match drafted {
             Ok(drafted) => drafted,
             Err(error) => return Box::pin(self.replay_or(&caller.project, key, error)).await,
         };
@@ -166,12 +168,16 @@ impl Calls {
             return Ok(ticket);
         }
         let mut approval = None;
-        // A call that waits for its predecessor is checked again when its turn comes.
+        // A call that waits for its predecessor is checked again when the predecessor has ended.
         if let Some(ask) = ask
             && call.hold == Some(Hold::Queue)
         {
             let siblings = membership.siblings.as_ref();
-            if let Some(ticket) = self.join_waiting_call(&call, key.as_ref(), siblings).await? {
+            let joined = match joins_waiting {
+                true => self.join_waiting_call(&call, key.as_ref(), siblings).await?,
+                false => None,
+            };
+            if let Some(ticket) = joined {
                 return Ok(ticket);
             }
             approval = request_approval(&self.dispatcher, &catalog, caller, &mut call, ask).await?;
@@ -447,6 +453,10 @@ impl Calls {
             project: call.project.clone(),
             expires_ms: call.created_ms.saturating_add(policy.rejoin_window_ms),
         })
+    }
+
+    fn tool_allows_rejoin(&self, caller: &Caller, tool: &CatalogEntry) -> bool {
+        self.core.policies.resolve(&caller.project, &tool.definition).rejoin
     }
 
     /// Returns the ticket of an earlier call with this digest whose requester is gone.

@@ -76,7 +76,7 @@ impl Dispatcher {
         });
     }
 
-    /// Returns true if the attempt that this state of a call has in flight still is.
+    /// Returns true if the attempt that is in flight in this state of a call is still in flight.
     fn is_attempt_in_flight(&self, call: &Call) -> bool {
         let open = self.open_calls.get(&call.id).map(|entry| entry.call());
         open.is_some_and(|now| now.has_attempt_in_flight() && now.attempt == call.attempt)
@@ -109,7 +109,7 @@ impl Dispatcher {
     }
 
     async fn report_attempt(self: &Arc<Self>, call: &Call, result: Result<Json, Fault>) {
-        // An attempt that was stopped has nothing to report: its call has ended, or its time.
+        // An attempt that was stopped has nothing to report: its call or its time limit has ended.
         let was_canceled = matches!(&result, Err(fault) if fault.code == Code::Canceled);
         if was_canceled && !self.is_attempt_in_flight(call) {
             return;
@@ -155,7 +155,7 @@ impl Dispatcher {
             effect: call.target.effect,
             args: call.target.args.clone(),
             deadline_ms: match call.target.traits.reports_later {
-                // The time of such an attempt begins when its executor acknowledges it.
+                // The time limit of the attempt starts when its executor acknowledges it.
                 true => call.deadline_ms,
                 false => call.attempt_deadline_ms.unwrap_or(call.deadline_ms),
             },

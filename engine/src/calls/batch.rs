@@ -43,7 +43,8 @@ pub enum BatchMode {
     /// One after another: each entry starts when the one before it has ended.
     #[default]
     Serial,
-    /// Read-only tools run concurrently; the others run one after another, alongside them.
+    /// Calls of read-only tools and of agents run concurrently; the others run one after another,
+    /// alongside them.
     Parallel,
     /// All entries run concurrently, in no particular order.
     Unordered,
@@ -94,6 +95,9 @@ pub struct Batch {
     /// True if an entry joins an earlier identical call whose answer was not delivered
     /// ([`crate::CallRequest::rejoin`]). Entries of one batch never join each other.
     pub rejoin: bool,
+    /// False: no entry joins an equal call that waits for its approval
+    /// ([`crate::CallRequest::joins_waiting`]).
+    pub joins_waiting: bool,
 }
 
 impl Batch {
@@ -118,6 +122,7 @@ impl Batch {
             defer_unstarted: true,
             limit_wait_ms: None,
             rejoin: false,
+            joins_waiting: true,
         }
     }
 }

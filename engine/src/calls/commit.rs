@@ -305,8 +305,8 @@ impl Dispatcher {
     }
 
     /// Stores new deadlines and retry times of the open calls after a change of the time of day, so
-    /// that each call keeps the time that it has left, also after a restart. Until it is stored,
-    /// [`advance`](Self::advance) does the same for a call that it decides on.
+    /// that each call keeps the time that it has left, also after a restart. Until the new times of
+    /// a call are stored, [`advance`](Self::advance) shifts them before it decides an event.
     pub(crate) async fn follow_wall_clock(&self) {
         let wall_offset_ms = self.core.clock.wall_offset_ms();
         let others = self.open_calls.with_other_offset(wall_offset_ms);

@@ -57,7 +57,7 @@ impl Dispatcher {
     ) {
         match call.hold {
             Some(Hold::Predecessor { .. }) => self.register_dependent(call),
-            // A decision queues it.
+            // The decision about the approval queues the call.
             Some(Hold::Approval { .. }) => {
                 self.approval_index.update_waiting(call);
                 engine_metrics::count_approval_request();
@@ -110,7 +110,7 @@ impl Dispatcher {
         }
         let event = match self.find_replacement(project, before).await {
             Some(call) if !call.status.is_terminal() => {
-                // It waits for an approval of its fallback: this call waits for its end.
+                // The replacement waits for an approval of its fallback: wait until it has ended.
                 let mut dependents = self.dependents.by_predecessor.lock();
                 return dependents.entry(before.clone()).or_default().push(id.clone());
             }

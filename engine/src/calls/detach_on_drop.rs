@@ -1,8 +1,8 @@
 //! Completes started work even if its caller disconnects.
 //!
 //! A caller that disconnects drops the future it was waiting for. Between handing a change to the
-//! store and acting on its commit, that must not stop the work: the change would be committed and
-//! its actions never performed.
+//! store and acting on its commit, this drop must not stop the work: the change would be committed,
+//! and the actions that follow it would never be performed.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -52,7 +52,7 @@ impl CallTelemetry {
     /// Returns true if metrics record the name of the call's tool. They always name built-in tools;
     /// `Registry::shows_tool_names` decides which callers see the names of projects' tools.
     pub(crate) fn can_name_tool(&self, call: &Call) -> bool {
-        call.target.traits.in_process || self.registry.records_tool_names()
+        call.target.traits.in_process || self.registry.tool_names_in_metrics.unwrap_or(true)
     }
 
     /// Returns the end of the attempt in flight if this transition ended it; `None` also without an

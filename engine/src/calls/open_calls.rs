@@ -73,7 +73,7 @@ impl OpenCall {
         self.committed.read().clone()
     }
 
-    /// Returns the call with its deadline and its retry time as times of day by this offset.
+    /// Returns the call with its deadline and its retry time shifted to this clock offset.
     pub(crate) fn call_by_offset(&self, wall_offset_ms: i64) -> Arc<Call> {
         let committed = self.committed.read();
         let by_ms = wall_offset_ms.saturating_sub(self.wall_offset_ms());
@@ -89,7 +89,7 @@ impl OpenCall {
         self.wall_offset_ms.load(Ordering::Acquire)
     }
 
-    /// Replaces the call by a state with times by this offset.
+    /// Replaces the committed state by one whose times are based on this clock offset.
     pub(crate) fn set_committed(&self, call: Arc<Call>, wall_offset_ms: i64) {
         let mut committed = self.committed.write();
         self.wall_offset_ms.store(wall_offset_ms, Ordering::Release);
@@ -139,7 +139,7 @@ struct OpenCallsState {
 #[derive(Default)]
 pub(crate) struct OpenCalls {
     state: Mutex<OpenCallsState>,
-    /// Notified when the earliest timer moves forward.
+    /// Notified when the time of the earliest timer becomes earlier.
     earlier_due: Notify,
 }
 
@@ -236,7 +236,7 @@ impl OpenCalls {
         self.state.lock().usage.statuses(members, kinds, now_ms)
     }
 
-    /// Counts a call against rate limits that was accepted before the start.
+    /// Counts a call that was accepted before the start against the rate limits.
     pub(crate) fn restore_rate(&self, members: &CallMembers<'_>, at_ms: u64, now_ms: u64) {
         self.state.lock().usage.restore_rate(members, at_ms, now_ms);
     }
@@ -277,7 +277,7 @@ impl OpenCalls {
     }
 
     /// Updates the timer of a call after a transition, and removes the call if it has ended. The
-    /// times of both states are by this offset.
+    /// times of both states are based on this clock offset.
     pub(crate) fn apply_transition(&self, before: &Call, after: &Call, wall_offset_ms: i64) {
         let mut state = self.state.lock();
         if let Some(due_ms) = before.due_ms() {
@@ -296,7 +296,7 @@ impl OpenCalls {
         }
     }
 
-    /// Returns the open calls whose times are not by this offset.
+    /// Returns the open calls whose times are based on another clock offset.
     pub(crate) fn with_other_offset(&self, wall_offset_ms: i64) -> Vec<Arc<OpenCall>> {
         let state = self.state.lock();
         let others = state.calls.values().filter(|entry| entry.wall_offset_ms() != wall_offset_ms);
@@ -367,8 +367,8 @@ impl OpenCalls {
     }
 }
 
-/// Converts a time of day to the time of a timer. A change of the time of day changes both times of
-/// a call, and the difference stays: timers need no adjustment.
+/// Converts a time of day to the clock's `now_ms`, which timers use. A change of the time of day
+/// shifts the times of a call and the offset by the same amount, so timers need no adjustment.
 fn to_timer(at_ms: u64, wall_offset_ms: i64) -> u64 {
     at_ms.saturating_add_signed(wall_offset_ms.saturating_neg())
 }

@@ -25,7 +25,7 @@ use crate::domain::id::hex;
 use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::undelivered::{RequestKind, UndeliveredRequest};
 
-/// Number of candidates in memory above which expired ones are removed.
+/// Minimum number of candidates in memory at which expired ones are removed.
 const MIN_SWEEP_SIZE: usize = 1_024;
 
 /// The state of a candidate's requester.

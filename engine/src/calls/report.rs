@@ -36,7 +36,7 @@ pub struct AttemptReport {
 }
 
 impl Calls {
-    /// Records that a client acknowledged a request. The call is RUNNING from here on.
+    /// Records that a client acknowledged an attempt. The call is RUNNING from here on.
     pub async fn acknowledge_call(
         &self,
         caller: &Caller,
@@ -50,7 +50,7 @@ impl Calls {
         self.dispatcher.stop_if_not_allowed(&call).await;
         let named = attempt;
         let attempt = attempt.unwrap_or(call.attempt);
-        // A client that was given another client's acknowledged request takes its place.
+        // The attempt may have moved from a client that acknowledged it to this one.
         let has_lease = self.dispatcher.client_queue.lease_holder(id).as_deref() == Some(client_id);
         let other = call.acknowledged_by.clone().filter(|other| has_lease && other != client_id);
         let event = Event::Acknowledged { attempt, by: client_id.to_owned(), instead_of: other };
@@ -107,7 +107,8 @@ impl Calls {
         let call = self.find_controllable_call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
         if let Some(replacement) = call.replaced_by().filter(|_| !call.status.is_terminal()) {
-            // It executes this call; if it has ended by itself, this call has its outcome.
+            // The replacement is executed in place of this call, so it is canceled too. If it has
+            // ended, this call takes over its outcome.
             self.dispatcher.apply_event(caller, replacement, event.clone()).await?;
         }
         require_accepted(self.dispatcher.apply_event(caller, &call.id, event).await?, None)
@@ -358,7 +359,7 @@ impl Dispatcher {
     }
 }
 
-/// Requires that a client which takes or reports work it was not given offers the tool.
+/// Requires that a client offers the tool of a call that it was not given.
 fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), Error> {
     require_registered(catalog, &call.project, client_id)?;
     let tool = &call.target.tool;

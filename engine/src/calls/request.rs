@@ -15,8 +15,8 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::domain::json::{DuplicateKey, Json, JsonError, find_lossy_integer};
 use crate::domain::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
-use crate::domain::tool::SourceTraits;
 use crate::domain::tool::args::{AppliedArguments, TemplateVars};
+use crate::domain::tool::{Executor, SourceTraits};
 use crate::domain::utp::Route;
 use crate::ports::core::Core;
 use crate::ports::store::IdempotencyKey;
@@ -70,6 +70,9 @@ pub struct CallRequest {
     ///
     /// [`Ticket::delivery`]: crate::calls::Ticket::delivery
     pub rejoin: bool,
+    /// False: the call never joins an equal one that waits for its approval. It does not either if
+    /// the key or the tool turns rejoin off. Default: true.
+    pub joins_waiting: bool,
     /// Metadata of the request for the tool's executor, an object: MCP's `_meta`. Never used for
     /// decisions.
     pub meta: Option<Json>,
@@ -101,6 +104,7 @@ impl CallRequest {
             callback_url: None,
             answers: None,
             rejoin: false,
+            joins_waiting: true,
             meta: None,
         }
     }
@@ -188,8 +192,8 @@ pub(crate) fn fit_to_schema(
     Err(schema_fault(&summary, &problems).without_side_effect().into())
 }
 
-/// Returns the problems of the arguments. If they have problems, an argument from the definition's
-/// rules that the schema does not list is left out, and the rest is checked again.
+/// Returns the problems of the arguments. If there are any, checks again without the arguments that
+/// come from the definition's rules and that the schema does not list.
 fn find_problems(tool: &CatalogEntry, args: &Value, from_rules: &[&str]) -> Vec<SchemaProblem> {
     let problems = tool.input_schema.problems(args);
     let is_extra =
@@ -242,15 +246,19 @@ fn check_number_precision(
     Err(Fault::new(Code::ValidationError, message).without_side_effect().into())
 }
 
-/// Refuses retries of a tool whose executor answers a repeated request with its first result.
+/// Refuses retries of a tool whose source does not retry ([`SourceTraits::retries`]).
 fn check_retry(tool: &CatalogEntry, traits: SourceTraits, retry: Option<u32>) -> Result<(), Error> {
     if traits.retries || retry.is_none_or(|retry| retry == 0) {
         return Ok(());
     }
     let name = &tool.definition.name;
+    let reason = match tool.definition.executor {
+        Executor::UTP => "a tool service answers a repeated command with its first result",
+        _ => "an agent may have done a part of its work when it fails",
+    };
     let message = format!(
-        "retry must be 0 for {name}: a tool service answers a repeated command with its first \
-         result, so Toolcrib does not retry it; omit retry, or make a new call"
+        "retry must be 0 for {name}: {reason}, so Toolcrib does not retry it; omit retry, or make a \
+         new call"
     );
     let fault = Fault::new(Code::ValidationError, message).without_side_effect();
     Err(fault.with_detail(json!({ "pointer": "/retry" })).into())

@@ -51,7 +51,7 @@ impl TargetBuilder {
         let pinned = call.origin.client_id.as_deref();
         let mut targets = Vec::new();
         for fallback in fallbacks {
-            // A fallback that needs an approval waits for it when its turn comes.
+            // A fallback that needs an approval waits for it when the call falls back to it.
             let allowed = catalog.may_call(caller, &fallback.tool);
             let found = catalog.find(&caller.project, &fallback.tool).filter(|_| allowed);
             let Some(fallback_tool) = found else { continue };
@@ -115,13 +115,12 @@ impl TargetBuilder {
 impl SlotLimits {
     /// Returns the scope that an attempt's slot counts against, and its limits.
     pub(crate) fn resolve_slot_scope(&self, call: &Call) -> (SlotScope, ConcurrencyCaps) {
-        // Calls that the caller or an agent executes take no slot of any tool: an agent waits for
-        // calls of its own, which would never get a slot that it holds. No tool can have this name.
         let key_for = |tool: &str| {
             Arc::new(QueueKey { project: call.project.clone(), tool: tool.to_owned() })
         };
-        if matches!(call.target.executor, Executor::CALLER | Executor::AGENT | Executor::INTERNAL) {
+        if takes_no_slot(call) {
             return (
+                // No tool can have this name.
                 SlotScope { queue: key_for("(caller)"), members: None, is_shared: false },
                 ConcurrencyCaps::default(),
             );
@@ -197,10 +196,15 @@ impl Dispatcher {
     }
 }
 
+/// Returns true if an attempt of the call counts against no limit on parallel calls: the caller
+/// executes it, or it waits for calls of agents, which would never get a slot that it holds.
+fn takes_no_slot(call: &Call) -> bool {
+    matches!(call.target.executor, Executor::CALLER | Executor::AGENT | Executor::INTERNAL)
+}
+
 /// Returns the members of a call whose attempts in flight are limited.
 fn slot_members(limits: &UsageLimitSet, call: &Call) -> Option<Arc<SlotMembers>> {
-    let takes_no_slot = matches!(call.target.executor, Executor::CALLER | Executor::AGENT);
-    if !limits.limits_caller_concurrency() || takes_no_slot {
+    if !limits.limits_caller_concurrency() || takes_no_slot(call) {
         return None;
     }
     let limited = |kind: LimitKind, name: &str| {

@@ -1,7 +1,7 @@
 //! Reads, lists and waits for calls, and follows their events.
 //!
-//! A wait subscribes first and then reads, so it misses no wake-up between the two. It also polls
-//! at an interval, so a lost wake-up costs a little time and nothing else.
+//! A wait subscribes first and then reads, so it misses no wakeup between the two. It also polls at
+//! an interval, so a lost wakeup costs a little time and nothing else.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::ports::store::{CallFilter, EventScope};
 /// Size at which a page of calls ends, so that a few calls with large results fill a page.
 const PAGE_BYTES: usize = 16 << 20;
 
-/// Interval at which a waiter polls the store when no wake-up arrives.
+/// Interval at which a waiter polls the store when no wakeup arrives.
 const CALL_POLL_MS: u64 = 2_000;
 
 /// Maximum number of stored pages that are read for one page of readable calls.
@@ -68,6 +68,18 @@ pub enum EventQuery {
     Project,
 }
 
+/// Events after a position, as they are stored now.
+#[derive(Debug, Clone)]
+pub struct CallEventPage {
+    /// The events that the caller may read.
+    pub events: Vec<CallEvent>,
+    /// The position up to which no readable event is missing from this page. It passes events that
+    /// the caller may not read.
+    pub position: u64,
+    /// True if no event was stored after this position when the page was read.
+    pub is_last: bool,
+}
+
 /// A call to wait for, by its ticket or by its id. A ticket saves a lookup.
 #[derive(Clone, Copy)]
 pub enum CallRef<'a> {
@@ -94,7 +106,7 @@ impl<'a> From<&'a CallId> for CallRef<'a> {
 pub enum Until {
     /// The call has ended. Every call has a deadline, so this wait returns.
     Ended,
-    /// The call has ended, or this many milliseconds have passed.
+    /// The call has ended, or this many milliseconds have passed; the engine's limit caps them.
     EndedWithin(u64),
     /// The call's version differs from this one, or `within_ms` have passed.
     ChangedSince {
@@ -347,6 +359,29 @@ impl Calls {
                 () = self.core.shutdown.cancelled() => {}
             }
         }
+    }
+
+    /// Returns the events of the caller's project after this number, without waiting for one. Reads
+    /// at most `limit` events.
+    pub async fn read_events(
+        &self,
+        caller: &Caller,
+        after: u64,
+        limit: usize,
+    ) -> Result<CallEventPage, Error> {
+        let scope = EventScope::Project(caller.project.clone());
+        // Every event that is stored after this has a greater number.
+        let newest = self.newest_event(caller).await?;
+        let read = self.core.store.events(scope, after, limit).await;
+        let mut events = read.map_err(from_store_error)?;
+        let is_last = events.len() < limit;
+        let last = events.last().map_or(after, |event| event.number);
+        let position = if is_last { last.max(newest) } else { last };
+        self.retain_readable(caller, &mut events, |event| Some(event.call_id.clone())).await?;
+        for event in events.iter().filter(|event| event.record.kind.is_terminal()) {
+            self.wait_until_visible(&event.call_id, |call| call.status.is_terminal()).await;
+        }
+        Ok(CallEventPage { events, position, is_last })
     }
 
     /// Returns the number of the newest event, to follow only later ones.

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::domain::access_rules;
 use crate::domain::json::Json;
+use crate::domain::tool::tool_mode::ToolMode;
 use crate::domain::utp::MAX_DEPTH;
 
 /// Prefix of the tools that call agents: agent `a` is the tool `agent.a`.
@@ -143,6 +144,25 @@ impl AgentLimits {
         excesses.next()
     }
 
+    /// Returns the limits of an agent one level below.
+    pub fn one_level_below(self) -> Self {
+        Self { depth: self.depth.map(|depth| depth.saturating_sub(1)), ..self }
+    }
+
+    /// Returns the lower one of each limit; one that is not set bounds nothing.
+    pub fn lowered_to(self, other: &Self) -> Self {
+        fn lower<T: Ord>(own: Option<T>, other: Option<T>) -> Option<T> {
+            [own, other].into_iter().flatten().min()
+        }
+        Self {
+            steps: lower(self.steps, other.steps),
+            calls: lower(self.calls, other.calls),
+            tokens: lower(self.tokens, other.tokens),
+            ms: lower(self.ms, other.ms),
+            depth: lower(self.depth, other.depth),
+        }
+    }
+
     /// Returns the limits, with another agent's in place of those that are not set.
     pub fn or_inherited(self, other: &Self) -> Self {
         Self {
@@ -253,6 +273,13 @@ pub struct AgentProfile {
     /// Names and patterns of the tools it may use; `None` means all that its caller may call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tools: Option<Vec<String>>,
+    /// Selects the tool definitions that its model receives; the server's setting if `None`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_mode: Option<ToolMode>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned`; the server's setting if `None`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pinned_tools: Option<Vec<String>>,
     /// Limits of one call of the agent.
     pub limits: AgentLimits,
     /// Fields of its result; without any, the result is its answer.
@@ -274,6 +301,15 @@ impl AgentProfile {
             if let Err(problem) = access_rules::check_pattern(pattern) {
                 return Some((format!("tools/{n}"), problem));
             }
+        }
+        for (n, pattern) in self.pinned_tools.iter().flatten().enumerate() {
+            if let Err(problem) = access_rules::check_pattern(pattern) {
+                return Some((format!("pinned_tools/{n}"), problem));
+            }
+        }
+        let has_no_pins = self.pinned_tools.as_ref().is_some_and(Vec::is_empty);
+        if self.tool_mode == Some(ToolMode::Pinned) && has_no_pins {
+            return Some(("pinned_tools".into(), "the mode pinned needs at least one tool".into()));
         }
         if let Some((field, problem)) = self.limits.invalid_field() {
             return Some((format!("limits/{field}"), problem));
@@ -321,11 +357,7 @@ impl AgentProfile {
             }
             self.tools.get_or_insert_with(|| allowed.clone());
         }
-        // The derived agent is one level below its creator.
-        let below = AgentLimits {
-            depth: creator.limits.depth.map(|depth| depth.saturating_sub(1)),
-            ..creator.limits
-        };
+        let below = creator.limits.one_level_below();
         if let Some((name, own, limit)) = self.limits.first_excess(&below) {
             return Err(format!("limits/{name} is {own}, and its creator has {limit}"));
         }

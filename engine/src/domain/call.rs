@@ -246,9 +246,10 @@ pub struct Call {
     /// Time at which the attempt in flight ends, in Unix milliseconds; `None` if that is the
     /// deadline.
     pub attempt_deadline_ms: Option<u64>,
-    /// Time when the first attempt started.
+    /// Time when the first attempt started, in Unix milliseconds.
     pub started_ms: Option<u64>,
-    /// Time when the attempt in flight, or the last one, was given to its executor.
+    /// Time when the attempt in flight, or the last one, was given to its executor, in Unix
+    /// milliseconds.
     pub attempt_dispatched_ms: Option<u64>,
     /// Time of the outcome, in Unix milliseconds; set exactly when the call has ended.
     pub completed_ms: Option<u64>,
@@ -295,7 +296,8 @@ impl Call {
         }
     }
 
-    /// Returns the approximate size of the serialized call.
+    /// Returns the approximate size of the serialized call: its arguments, its result and the
+    /// detail of its fault.
     pub fn estimated_bytes(&self) -> usize {
         let outcome = self.outcome.as_ref();
         let data = outcome.and_then(|outcome| outcome.data.as_ref());
@@ -315,12 +317,20 @@ impl Call {
         matches!(self.hold, Some(Hold::Input { .. }))
     }
 
-    /// Returns true if the attempt in flight may have had an effect: it runs, or a tool service may
-    /// have its command. Clients acknowledge an attempt before they start it, tool services need
-    /// not.
+    /// Returns true if the current attempt may have had an effect: it runs, a tool service may have
+    /// its command, or its tool stopped in it to ask. Clients acknowledge an attempt before they
+    /// start it, tool services need not.
     pub fn may_have_begun(&self) -> bool {
         let commanded = self.target.traits.needs_command;
-        self.status == Status::Running || (self.hold == Some(Hold::Unacknowledged) && commanded)
+        let is_out = self.hold == Some(Hold::Unacknowledged) && commanded;
+        self.status == Status::Running || is_out || self.is_interrupted()
+    }
+
+    /// Returns true if the tool stopped in its work to request input and has not continued yet: the
+    /// call waits for the answers, or has them and waits for a slot.
+    pub fn is_interrupted(&self) -> bool {
+        let has_answers = || self.elicitation.as_ref().is_some_and(|e| !e.answers.is_empty());
+        self.waits_for_input() || (self.hold == Some(Hold::Queue) && has_answers())
     }
 
     /// Returns true if the attempt continues when the process that started it is gone.
@@ -348,7 +358,7 @@ impl Call {
     }
 
     /// Moves the times at which the clock must act, after the time of day has changed by this much:
-    /// the call has as much time left as before. Times of what has happened stay.
+    /// the call has as much time left as before. Times in the past stay.
     pub fn shift_schedule(&mut self, by_ms: i64) {
         self.deadline_ms = self.deadline_ms.saturating_add_signed(by_ms);
         let attempt_ms = self.attempt_deadline_ms.map(|ms| ms.saturating_add_signed(by_ms));

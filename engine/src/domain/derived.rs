@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use crate::domain::call::{Call, Status};
-use crate::domain::fault::Code;
+use crate::domain::fault::{Code, Fault};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::tool::Executor;
@@ -186,6 +186,22 @@ pub fn call_card(call: &Call, binding: Option<&Binding>) -> Card {
     }
 }
 
+/// Returns the fault of a partial result: the parts that are missing.
+fn partial_fault(result: &Value) -> Fault {
+    let parts = result["results"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let missing: Vec<&Value> = parts.iter().filter(|part| part["status"] != "success").collect();
+    let message = match parts.len() {
+        0 => "the result is partial".to_owned(),
+        all => format!("{} of {all} tasks did not succeed; see result.results", missing.len()),
+    };
+    let is_late = |part: &&&Value| part["status"] == "timeout";
+    let code = match missing.iter().any(|part| is_late(&part)) {
+        true => Code::Timeout,
+        false => Code::RuntimeError,
+    };
+    Fault::new(code, message).retryable(false)
+}
+
 /// Returns the `tool.result` card of an ended call.
 pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
     let status = ToolStatus::from_call(call)?;
@@ -198,9 +214,14 @@ pub fn result_card(call: &Call, binding: Option<&Binding>) -> Option<Card> {
         (false, false) => "tool",
     };
     let error = outcome.error.as_ref().map(|fault| error_json(fault, source));
-    let result = match &error {
-        None => outcome.data.as_ref().map_or(Value::Null, |data| data.to_value()),
-        Some(error) => error_as_result(error),
+    let (result, error) = match error {
+        Some(error) => (error_as_result(&error), Some(error)),
+        None => {
+            let data = outcome.data.as_ref().map_or(Value::Null, |data| data.to_value());
+            // Only a success has no error.
+            let missing = outcome.partial.then(|| error_json(&partial_fault(&data), source));
+            (data, missing)
+        }
     };
     let declared = binding.map(|binding| binding.after_execution);
     let after = declared.or(call.target.after_execution).unwrap_or_default();

@@ -45,7 +45,7 @@ pub struct ToolOffer {
     pub client_id: String,
 }
 
-/// An explicitly created project. A project also exists if it has a key.
+/// An explicitly created project. A project also exists if it has a key, a tool or an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Project {
     /// Unique id of the project.
@@ -80,7 +80,7 @@ pub struct Directory {
     pub tools: Vec<ToolDefinition>,
     /// The explicitly created projects.
     pub projects: Vec<Project>,
-    /// The agents that Toolcrib can wake.
+    /// The agents that Toolcrib can call or wake.
     pub roster: Vec<AgentEntry>,
     /// The registered clients, connected or not.
     pub clients: Vec<Client>,

@@ -7,6 +7,7 @@ mod canonical;
 mod check;
 pub mod cursor;
 mod lossy_integer;
+mod unicode_escapes;
 mod unique_keys;
 use std::fmt;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use serde_json::value::RawValue;
 pub use canonical::canonicalize;
 pub use check::{check, replace_lone_surrogates};
 pub use lossy_integer::find_lossy_integer;
+pub use unicode_escapes::decode_unicode_escapes;
 pub use unique_keys::{DuplicateKey, pointer_segment};
 
 /// Maximum nesting depth of a document, enforced everywhere.

@@ -7,7 +7,6 @@ pub mod handoff;
 pub mod model_reply;
 pub mod options;
 pub mod progress;
-pub mod tool_mode;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -226,6 +225,54 @@ impl Run {
         let roles = self.owner.role.parse().unwrap_or(RoleSet::from(Role::Agent));
         let caller = Caller::new(&self.project, &self.owner.agent, roles, method);
         Caller { attributes: Arc::new(self.owner.attributes.clone()), ..caller }
+    }
+
+    /// Builds the run of a conversation of OpenAI's API at its start. Such a run has no task that
+    /// drives it.
+    pub fn for_conversation(
+        caller: &Caller,
+        keyed: bool,
+        model: &str,
+        options: &RunOptions,
+        now_ms: u64,
+    ) -> Self {
+        let owner = RunOwner { keyed, ..RunOwner::from(caller) };
+        let options = RunOptions { is_conversation: true, ..options.clone() };
+        Self::start(&caller.project, owner, model.to_owned(), options, now_ms)
+    }
+
+    /// Builds a run at its start, outside of a tree of agents. Its id is that of the options.
+    pub(crate) fn start(
+        project: &str,
+        owner: RunOwner,
+        model: String,
+        options: RunOptions,
+        now_ms: u64,
+    ) -> Self {
+        Self {
+            id: options.run_id.clone(),
+            project: project.to_owned(),
+            owner,
+            model,
+            status: RunStatus::Running,
+            options,
+            progress: RunProgress::default(),
+            answer: None,
+            error: None,
+            deliverable_card_id: None,
+            queued_messages: Vec::new(),
+            created_ms: now_ms,
+            updated_ms: now_ms,
+            ended_ms: None,
+            version: 1,
+            lineage: None,
+            context_box_id: None,
+        }
+    }
+
+    /// Returns the id of the agent that the run was handed off to.
+    pub fn active_agent_id(&self) -> Option<&str> {
+        self.options.active_agent.as_ref().map(|agent| agent.agent_id.as_str())
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod args;
 pub mod availability;
+pub mod tool_mode;
 use std::collections::BTreeSet;
 use std::str::FromStr;
 
@@ -397,6 +398,11 @@ pub fn check_tool_name(name: &str) -> Result<(), InvalidToolName> {
 /// an MCP client would call that tool instead.
 pub const MCP_HELPER_TOOLS: [&str; 4] =
     ["call.result", "tools.search", "tools.describe", "tools.call"];
+
+/// Returns true if a helper tool of the MCP transport has this name, as it is or as models see it.
+pub(crate) fn is_mcp_helper_name(name: &str) -> bool {
+    MCP_HELPER_TOOLS.iter().any(|helper| *helper == name || helper.replace('.', "__") == name)
+}
 
 /// Explains why a tool cannot have the name of a helper tool.
 pub(crate) fn helper_name_conflict(name: &str) -> String {

@@ -29,14 +29,14 @@ pub const DEFAULT_CHANNEL: &str = "public";
 /// Maximum depth of agents that call agents.
 pub const MAX_DEPTH: u32 = 20;
 
-/// Effect of a tool's result on the turn.
+/// Effect of a tool's result on the turn or run that made the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AfterExecution {
-    /// The turn continues.
+    /// The turn or run waits for the result and continues with it.
     #[default]
     Suspend,
-    /// The turn ends.
+    /// The result ends the turn or run.
     Terminate,
 }
 
@@ -252,11 +252,11 @@ pub struct Turn {
     /// Number of agents above this one in a chain of agents that call agents.
     #[serde(default)]
     pub depth: u32,
-    /// While running: expiry of the lease.
+    /// While running: expiry of the lease, in Unix milliseconds.
     pub lease_until_ms: u64,
     /// Duration of the lease from each renewal or resume, in milliseconds.
     pub lease_ms: u64,
-    /// While suspended: deadline for the last of its results.
+    /// While suspended: deadline for the last of its results, in Unix milliseconds.
     #[serde(default)]
     pub resume_deadline_ms: Option<u64>,
     /// Time of the first lease, in Unix milliseconds.
@@ -300,6 +300,12 @@ impl TurnRequest {
 }
 
 impl Turn {
+    /// Returns the first run or turn of the tree of agents that the turn was handed over in; `None`
+    /// if it begins a tree itself.
+    pub fn tree_root_id(&self) -> Option<&str> {
+        self.delegation.as_ref()?.lineage.root_id.as_deref()
+    }
+
     /// Returns true if the turn is in the state that the request with this id led to.
     pub fn is_answer_to(&self, request_id: Option<&str>) -> bool {
         let last = self.last_request.as_ref().filter(|request| request.epoch == self.epoch);
@@ -389,7 +395,7 @@ pub struct OutboxMessage {
     pub headers: Vec<(String, String)>,
     /// JSON body of the message.
     pub payload: Value,
-    /// Time after which the message is obsolete.
+    /// Time after which the message is obsolete, in Unix milliseconds.
     pub expires_ms: u64,
 }
 
@@ -411,7 +417,7 @@ pub struct DeadLetter {
     /// Headers of the message, up to a size limit.
     #[serde(default)]
     pub headers: Map<String, Value>,
-    /// The payload as received, truncated to a readable length.
+    /// The payload as received, truncated to 256 KiB.
     pub payload: String,
     /// True if the payload was truncated; such a message cannot be redriven.
     #[serde(default)]

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::Engine;
+use super::{Engine, EngineParts};
 use crate::approvals::Approvals;
 use crate::calls::rejoin::Rejoin;
 use crate::calls::target::ClientWorkLimiter;
@@ -18,8 +18,8 @@ use crate::domain::caller::Authenticator;
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::IdGenerator;
 use crate::domain::run::options::ModelRequestPolicy;
-use crate::domain::run::tool_mode::ToolModeSettings;
-use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, check_tool_name, helper_name_conflict};
+use crate::domain::tool::tool_mode::ToolModeSettings;
+use crate::domain::tool::{Executor, check_tool_name, helper_name_conflict, is_mcp_helper_name};
 use crate::maintenance;
 use crate::ports::bus::{Bus, LocalBus};
 use crate::ports::clock::{Clock, SystemClock};
@@ -40,7 +40,9 @@ use crate::runs::handoff::HandoffSource;
 use crate::runs::read_result::{self, RunsHandle};
 use crate::runs::{CallResults, Conversations, RunContexts, RunStreams, RunTrees, Runs};
 use crate::utp::delegation::{Delegation, DelegationHandle, DelegationSource, WorkerSource};
-use crate::utp::{Boxes, Cards, Outbox, Utp, WrittenReports};
+use crate::utp::trees::AgentTrees;
+use crate::utp::wakeups::WebhookWakeups;
+use crate::utp::{Boxes, Cards, DeadLetters, Outbox, Utp, WrittenReports};
 use crate::webhooks::Webhooks;
 use crate::webhooks::queue::WebhookQueue;
 
@@ -80,7 +82,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Sets the bus that carries wake-ups. The default works within this process.
+    /// Sets the bus that carries wakeups. The default works within this process.
     pub fn bus(mut self, bus: Arc<dyn Bus>) -> Self {
         self.bus = Some(bus);
         self
@@ -113,8 +115,8 @@ impl EngineBuilder {
     }
 
     /// Adds the tool `run.finish`, with which a model ends its run with an answer and typed result
-    /// fields. No other tool can then have this name. Every agent loop with tools offers it; no
-    /// list of tools contains it.
+    /// fields. No other tool can then have this name. Every stored run offers it, and every
+    /// other agent loop with tools; no list of tools contains it.
     pub fn with_run_finish_tool(mut self) -> Self {
         self.has_run_finish = true;
         self
@@ -213,7 +215,7 @@ impl EngineBuilder {
         self
     }
 
-    /// Declares that a publisher drains the outbox. Only then are wake-ups written to it.
+    /// Declares that a publisher drains the outbox. Only then are wakeups written to it.
     pub fn publishes_outbox(mut self, publishes: bool) -> Self {
         self.publishes_outbox = publishes;
         self
@@ -237,16 +239,17 @@ impl EngineBuilder {
         let (retention_ms, audit_retention_ms) = (self.retention_ms, self.audit_retention_ms);
         engine_metrics::register_counters();
         let engine = self.build_idle().await?;
-        // Before the first request, which may repeat one that an earlier process received.
-        engine.calls.rejoin.load().await?;
-        engine.calls.restore_rates().await?;
-        engine.approvals.load().await?;
-        engine.calls.dispatcher.limiter.begin_recovery();
-        engine.calls.dispatcher.is_recovering.store(true, Ordering::Release);
+        // Load before the first request: it may repeat one that an earlier process received.
+        engine.parts.calls.rejoin.load().await?;
+        engine.parts.calls.restore_rates().await?;
+        engine.parts.approvals.load().await?;
+        engine.parts.calls.dispatcher.limiter.begin_recovery();
+        engine.parts.calls.dispatcher.is_recovering.store(true, Ordering::Release);
         spawn_reconcilers(&engine, retention_ms);
         if let Some(retention_ms) = audit_retention_ms {
-            let pruning = maintenance::audit_retention::run(engine.core.clone(), retention_ms);
-            engine.core.tasks.spawn(pruning);
+            let pruning =
+                maintenance::audit_retention::run(engine.parts.core.clone(), retention_ms);
+            engine.parts.core.tasks.spawn(pruning);
         }
         Ok(engine)
     }
@@ -290,7 +293,7 @@ impl EngineBuilder {
             tool_modes: self.tool_modes,
             result_listeners: self.result_listeners,
             active_runs: streams.active_runs.clone(),
-            trees: RunTrees::new(&registry, &streams),
+            trees: RunTrees::new(&registry, &streams, &utp),
             streams,
             utp: utp.clone(),
             contexts: Arc::new(RunContexts::new(&calls)),
@@ -302,7 +305,7 @@ impl EngineBuilder {
         let _ = runs_handle.set(Arc::downgrade(&runs));
         let (projects, upstreams, admin) = build_directory_parts(&registry);
         let roster = AgentRoster { core: core.clone(), registry: registry.clone() };
-        let engine = Engine {
+        let parts = EngineParts {
             core,
             registry,
             projects,
@@ -317,8 +320,9 @@ impl EngineBuilder {
             runs,
             delegation,
         };
+        let engine = Engine { parts: Arc::new(parts) };
         connect_listeners(&engine, client_queue);
-        engine.registry.reload_catalog().await?;
+        engine.parts.registry.reload_catalog().await?;
         dispatcher.apply_limit_changes();
         Ok(engine)
     }
@@ -349,10 +353,10 @@ impl EngineBuilder {
 
 /// Registers the parts that follow changes of others.
 fn connect_listeners(engine: &Engine, client_queue: Arc<ClientQueue>) {
-    let dispatcher = &engine.calls.dispatcher;
+    let dispatcher = &engine.parts.calls.dispatcher;
     let limiter = ClientWorkLimiter { dispatcher: Arc::downgrade(dispatcher) };
     client_queue.set_limiter(Arc::new(limiter));
-    engine.registry.set_listeners(vec![client_queue, dispatcher.clone()]);
+    engine.parts.registry.set_listeners(vec![client_queue, dispatcher.clone()]);
 }
 
 /// The sources of agents and of the tools that hand work to them. They act through parts that are
@@ -410,12 +414,14 @@ fn build_ended_listeners(
         registry: calls.registry.clone(),
         dispatcher: calls.dispatcher.clone(),
         calls: calls.clone(),
-        boxes: Boxes { core: calls.core.clone(), cards: cards.clone() },
+        boxes: Boxes::new(&calls.core, &cards),
         cards,
+        dead_letters: DeadLetters { core: calls.core.clone(), registry: calls.registry.clone() },
         outbox: Outbox { core: calls.core.clone(), registry: calls.registry.clone() },
         written_reports: WrittenReports { core: calls.core.clone() },
         publishes_outbox,
-        wakeups: Default::default(),
+        trees: AgentTrees::new(&calls.core),
+        wakeups: WebhookWakeups::new(calls.core.clone(), calls.registry.clone()),
         report_traceparents: Default::default(),
     });
     let webhooks =
@@ -466,7 +472,7 @@ fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<
     for definition in sources.values().flat_map(|source| source.list()) {
         check_tool_name(&definition.name)
             .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))?;
-        if MCP_HELPER_TOOLS.contains(&definition.name.as_str()) {
+        if is_mcp_helper_name(&definition.name) {
             return Err(Error::refused(Code::Conflict, helper_name_conflict(&definition.name)));
         }
         let name = definition.name.clone();
@@ -480,27 +486,27 @@ fn collect_shared_tools(sources: &HashMap<Executor, Arc<dyn Source>>) -> Result<
 
 /// Starts all reconcilers; they end when the engine shuts down.
 fn spawn_reconcilers(engine: &Engine, retention_ms: Option<u64>) {
-    let tasks = &engine.core.tasks;
-    tasks.spawn(maintenance::claim_queued::run(engine.calls.clone()));
-    tasks.spawn(maintenance::deadlines::run(engine.calls.clone()));
-    tasks.spawn(maintenance::client_leases::run(engine.clients.clone()));
-    tasks.spawn(maintenance::directory_refresh::run(engine.registry.clone()));
-    tasks.spawn(maintenance::credential_expiry::run(engine.admin.clone()));
-    tasks.spawn(maintenance::repeated_denials::run(engine.registry.clone()));
-    tasks.spawn(maintenance::standing_approvals::run(engine.approvals.clone()));
-    tasks.spawn(maintenance::turn_watchdog::run(engine.utp.clone()));
-    tasks.spawn(maintenance::orphaned_tasks::run(engine.delegation.clone()));
-    tasks.spawn(maintenance::wakeup_webhooks::run(engine.utp.clone()));
-    tasks.spawn(maintenance::revocations::run(engine.calls.clone()));
-    tasks.spawn(maintenance::switches::run(engine.calls.clone(), engine.runs.clone()));
-    if engine.core.webhook_sender.is_some() {
-        tasks.spawn(crate::approvals::webhook::run(engine.approvals.clone()));
-        tasks.spawn(crate::webhooks::dispatcher::run(engine.webhooks.clone()));
+    let tasks = &engine.parts.core.tasks;
+    tasks.spawn(maintenance::claim_queued::run(engine.parts.calls.clone()));
+    tasks.spawn(maintenance::deadlines::run(engine.parts.calls.clone()));
+    tasks.spawn(maintenance::client_leases::run(engine.parts.clients.clone()));
+    tasks.spawn(maintenance::directory_refresh::run(engine.parts.registry.clone()));
+    tasks.spawn(maintenance::credential_expiry::run(engine.parts.admin.clone()));
+    tasks.spawn(maintenance::repeated_denials::run(engine.parts.registry.clone()));
+    tasks.spawn(maintenance::standing_approvals::run(engine.parts.approvals.clone()));
+    tasks.spawn(maintenance::turn_watchdog::run(engine.parts.utp.clone()));
+    tasks.spawn(maintenance::orphaned_tasks::run(engine.parts.delegation.clone()));
+    tasks.spawn(maintenance::wakeup_webhooks::run(engine.parts.utp.clone()));
+    tasks.spawn(maintenance::revocations::run(engine.parts.calls.clone()));
+    tasks.spawn(maintenance::switches::run(engine.parts.calls.clone(), engine.parts.runs.clone()));
+    if engine.parts.core.webhook_sender.is_some() {
+        tasks.spawn(crate::approvals::webhook::run(engine.parts.approvals.clone()));
+        tasks.spawn(crate::webhooks::dispatcher::run(engine.parts.webhooks.clone()));
     }
     if let Some(retention_ms) = retention_ms {
-        tasks.spawn(maintenance::purge::run(engine.calls.clone(), retention_ms));
+        tasks.spawn(maintenance::purge::run(engine.parts.calls.clone(), retention_ms));
     }
-    let (calls, runs) = (engine.calls.clone(), engine.runs.clone());
+    let (calls, runs) = (engine.parts.calls.clone(), engine.parts.runs.clone());
     tasks.spawn(async move { maintenance::recover_until_done(&calls, &runs).await });
 }
 

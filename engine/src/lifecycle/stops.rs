@@ -39,15 +39,8 @@ pub(super) fn cancel(
             ignored_record(call, now_ms, "canceled after the end").with("by", by),
         ));
     }
-    let under_way = call.status == Status::Running && call.target.effect != Effect::Read;
     let because = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
-    let may = match (under_way, call.target.effect) {
-        (true, Effect::Irreversible) => {
-            "; it was in flight and may have taken effect: a retry is not safe"
-        }
-        (true, _) => "; it was in flight and may have taken effect",
-        (false, _) => "",
-    };
+    let may = effect_warning(call);
     let fault = Fault::new(Code::Canceled, format!("canceled by {by}{because}{may}"));
     let mut actions = stop_actions(call);
     actions.push(Action::NotifyEnded);
@@ -59,18 +52,44 @@ pub(super) fn cancel(
     Ok(into_transition(end, vec![record], actions))
 }
 
+/// Returns the part of a message that says that an unfinished attempt may have taken effect; empty
+/// if it cannot have.
+pub(super) fn effect_warning(call: &Call) -> String {
+    if !call.may_have_begun() || call.target.effect == Effect::Read {
+        return String::new();
+    }
+    let state = match call.is_interrupted() {
+        true => "it had begun when it requested input",
+        false => "it was in flight",
+    };
+    match call.target.effect {
+        Effect::Irreversible => format!("; {state}: {MAY_HAVE_HAPPENED}"),
+        _ => format!("; {state} and may have taken effect"),
+    }
+}
+
 /// Ends a call that has become forbidden before it started to run. A running attempt finishes: the
-/// call was allowed when it started.
+/// call was allowed when it started. A tool that stopped to ask does not continue.
 pub(super) fn deny(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition, Refusal> {
     if call.status != Status::Pending {
         return Err(Refusal::NotApplicable);
     }
+    abort(call, &add_effect(call, fault), now_ms)
+}
+
+/// Adds to the reason of a stop that the call may have taken effect, if it may have. The outcome of
+/// an irreversible attempt that may have begun is unknown.
+fn add_effect(call: &Call, fault: &Fault) -> Fault {
     let mut fault = fault.clone();
     if call.attempt > 0 {
         // An earlier attempt, or one that was delivered and not acknowledged, may have had effects.
         fault.side_effect = SideEffect::Possible;
     }
-    abort(call, &fault, now_ms)
+    if call.may_have_begun() && call.target.effect == Effect::Irreversible {
+        fault.code = Code::OutcomeUnknown;
+    }
+    fault.message.push_str(&effect_warning(call));
+    fault
 }
 
 /// Ends a call because of a kill switch, also while it runs: its attempt is stopped. The outcome of
@@ -79,21 +98,5 @@ pub(super) fn switch_off(call: &Call, fault: &Fault, now_ms: u64) -> Result<Tran
     if call.status.is_terminal() {
         return Err(Refusal::NotApplicable);
     }
-    let mut fault = fault.clone();
-    if call.attempt > 0 {
-        fault.side_effect = SideEffect::Possible;
-    }
-    if call.may_have_begun() {
-        match call.target.effect {
-            Effect::Read => {}
-            Effect::Idempotent => {
-                fault.message.push_str("; it was in flight and may have taken effect");
-            }
-            Effect::Irreversible => {
-                fault.code = Code::OutcomeUnknown;
-                fault.message = format!("{}; it was in flight: {MAY_HAVE_HAPPENED}", fault.message);
-            }
-        }
-    }
-    abort(call, &fault, now_ms)
+    abort(call, &add_effect(call, fault), now_ms)
 }

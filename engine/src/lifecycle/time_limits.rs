@@ -1,6 +1,7 @@
 //! Time limits: the deadline of a call, the time of an attempt, the wait for a predecessor. Pure.
 
 use super::approvals::expire_approval;
+use super::stops::effect_warning;
 use super::{
     Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, into_transition,
     retry_or_fail, stop_actions,
@@ -30,15 +31,16 @@ pub(super) fn attempt_deadline(call: &Call, now_ms: u64) -> Option<u64> {
 }
 
 /// Returns the time until which an attempt that starts now waits for an executor that cannot be
-/// reached. Nothing has happened by then, so a retry or a fallback may follow. It is before the end
-/// of the attempt, so that the executor's report comes first.
+/// reached. The attempt has had no effect by then, so a retry or a fallback may follow. This time
+/// is before the end of the attempt, so that the source's report comes first.
 pub(crate) fn connect_deadline(call: &Call, now_ms: u64) -> u64 {
     let limit_ms = attempt_limit_ms(call, true, now_ms);
     let at_ms = now_ms.saturating_add(limit_ms - limit_ms / 10);
     if at_ms.saturating_add(limit_ms / 10) < call.deadline_ms { at_ms } else { call.deadline_ms }
 }
 
-/// Returns the time limit of an attempt that starts now; `harmless` if it has no effect by its end.
+/// Returns the time limit of an attempt that starts now. `harmless` is true if the attempt
+/// certainly has no effect when it times out.
 fn attempt_limit_ms(call: &Call, harmless: bool, now_ms: u64) -> u64 {
     let remaining_ms = call.deadline_ms.saturating_sub(now_ms);
     let limit_ms = call.attempt_timeout_ms.unwrap_or_else(|| {
@@ -178,8 +180,10 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
             format!("{observed}: {question}?{may}")
         }
         (_, Some(Hold::Input { .. }), _) => format!(
-            "{} requested input and got no answer within {} ms; it does not continue",
-            call.target.tool, call.input_timeout_ms
+            "{} requested input and got no answer within {} ms; it does not continue{}",
+            call.target.tool,
+            call.input_timeout_ms,
+            effect_warning(call)
         ),
         (_, Some(Hold::Retry { .. }), _) => {
             format!(
@@ -190,11 +194,17 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
         (_, Some(Hold::Predecessor { .. }), _) => {
             format!("the call before {} had not ended after {allowed_ms} ms", call.target.tool)
         }
-        _ => format!("no execution slot was free for {} within {allowed_ms} ms", call.target.tool),
+        _ => format!(
+            "no execution slot was free for {} within {allowed_ms} ms{}",
+            call.target.tool,
+            effect_warning(call)
+        ),
     };
     let mut fault = Fault::new(Code::Timeout, message);
     let is_unsure = call.may_have_begun() && call.target.effect == Effect::Irreversible;
-    if call.status != Status::Running && !is_unsure {
+    if call.is_interrupted() && call.target.effect == Effect::Idempotent {
+        fault = fault.retryable(true);
+    } else if call.status != Status::Running && !is_unsure {
         fault = fault.without_side_effect().retryable(true);
     } else if call.target.effect == Effect::Read {
         fault = fault.retryable(true);

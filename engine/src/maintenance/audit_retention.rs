@@ -8,7 +8,7 @@ use crate::ports::core::{Core, from_store_error};
 
 const MAX_PRUNE_INTERVAL: Duration = Duration::from_secs(60);
 const MIN_PRUNE_INTERVAL: Duration = Duration::from_secs(1);
-/// Small, so that a step never delays the commits of live calls.
+/// Number of entries deleted in one step: small, so that a step never delays the commits of calls.
 const ENTRIES_PER_STEP: usize = 500;
 
 pub(crate) async fn run(core: Arc<Core>, retention_ms: u64) {

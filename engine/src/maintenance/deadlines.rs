@@ -25,7 +25,7 @@ pub(crate) async fn run(calls: Arc<Calls>) {
 /// Returns the event that is due.
 fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64) -> Event {
     if wall_ms < call.deadline_ms {
-        // The client queue counts; the call has the time of day.
+        // The client queue has monotonic times; the call has times of day.
         let delivered_ms = calls.dispatcher.client_queue.delivered_ms(&call.id);
         let delivered_ms = delivered_ms.map(|ms| ms.saturating_add_signed(wall_offset_ms));
         return Event::AttemptDeadline { attempt: call.attempt, delivered_ms };
@@ -43,8 +43,9 @@ fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64)
     }
 }
 
-/// Ends the calls whose approval has expired by the time of day. The timers of calls only count, so
-/// they miss the time of a suspended machine. No change of the clock extends an approval.
+/// Ends the calls whose approval has expired by the time of day. The timers of calls are monotonic,
+/// so they miss the time in which the machine was suspended. No change of the clock extends an
+/// approval.
 async fn expire_approvals(calls: &Arc<Calls>) -> usize {
     let mut count = 0;
     for id in calls.dispatcher.approval_index.waiting_calls() {

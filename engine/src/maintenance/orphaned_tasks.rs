@@ -1,5 +1,5 @@
-//! Cancels tasks of agents whose join has ended: a crash may have come between the end of the join
-//! and the cancellation of its tasks.
+//! Cancels the calls of agents whose join, or whose calling run or turn, has ended: a crash may
+//! have come between that end and the cancellation.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -8,7 +8,7 @@ use crate::domain::fault::Error;
 use crate::ports::core::from_store_error;
 
 const PURGE_INTERVAL: Duration = Duration::from_secs(60);
-/// Small, so that a step never delays the commits of live calls.
+/// Number of calls deleted in one step: small, so that a step never delays the commits of calls.
 const CALLS_PER_STEP: usize = 200;
 
 pub(crate) async fn run(calls: Arc<Calls>, retention_ms: u64) {

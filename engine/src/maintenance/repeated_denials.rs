@@ -1,4 +1,4 @@
-//! Writes the numbers of repeated denials to the audit log, when their minute is over and at the
+//! Writes the summaries of repeated denials to the audit log, when their minute is over and at the
 //! end of the process.
 
 use std::sync::Arc;

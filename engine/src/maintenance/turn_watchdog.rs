@@ -86,7 +86,7 @@ async fn expire_turns(utp: &Arc<Utp>) -> Result<(), Error> {
 }
 
 async fn resend_wakeups(utp: &Arc<Utp>, throttle: &WakeupThrottle) -> Result<(), Error> {
-    if !utp.publishes_outbox && !utp.has_wakeup_urls() {
+    if !utp.publishes_outbox && !utp.wakeups.has_urls() {
         return Ok(());
     }
     let now_ms = utp.core.clock.now_ms();
@@ -126,7 +126,7 @@ async fn send_due_wakeups(
     };
     let mut messages = Vec::new();
     for item in due {
-        utp.queue_webhook(&item.project, &item.agent_id);
+        utp.wakeups.queue(&item.project, &item.agent_id);
         let turn = utp.core.store.utp().turn(&item.project, &item.turn_id).await;
         let turn = turn.map_err(from_store_error)?;
         let channel = turn.as_ref().map_or(DEFAULT_CHANNEL, |turn| turn.channel.as_str());

@@ -1,12 +1,12 @@
-//! Wakes agents by webhook. A failed attempt is repeated soon, and then by the watchdog of turns
-//! for as long as an item waits.
+//! Wakes agents by webhook. A failed attempt is repeated soon, and then by the turn watchdog for as
+//! long as an item waits.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::utp::Utp;
 
-/// Delays before the further attempts.
+/// Delays before the second and the third attempt.
 const RETRY_DELAYS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 
 pub(crate) async fn run(utp: Arc<Utp>) {
@@ -24,7 +24,7 @@ pub(crate) async fn run(utp: Arc<Utp>) {
 
 async fn wake(utp: &Utp, project: &str, agent_id: &str) {
     for delay in RETRY_DELAYS.into_iter().map(Some).chain([None]) {
-        match utp.send_webhook(project, agent_id).await {
+        match utp.wakeups.send(project, agent_id).await {
             Ok(true) => return,
             Ok(false) => {}
             Err(error) => tracing::warn!(%error, agent = agent_id, "inbox not read for a wakeup"),

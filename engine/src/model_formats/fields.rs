@@ -11,8 +11,8 @@ use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 
 /// The fields of an object, borrowed from its text. A field that is `null` counts as missing,
-/// because model libraries serialize missing fields that way. If a field is repeated, the last one
-/// wins.
+/// because model libraries serialize missing fields that way. If a field is repeated, the last
+/// value that is not `null` wins.
 pub(super) struct RawFields<'a> {
     fields: Vec<(Cow<'a, str>, &'a RawValue)>,
     /// JSON pointer of the object within the entry.

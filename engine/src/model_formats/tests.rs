@@ -184,6 +184,15 @@ fn a_call_of_no_known_format_is_refused_with_a_pointer() {
 fn string_results_are_passed_as_plain_text() {
     assert_eq!(data_content(&Json::parse(r#""a \"b\"\n""#).unwrap()), "a \"b\"\n");
     assert_eq!(data_content(&Json::parse("[1.10]").unwrap()), "[1.10]");
+    // Characters that a tool escaped are shown as themselves, also in a text that holds JSON.
+    for written in [
+        r#"{"city":"\u5317\u4eac","n":1.10}"#,
+        r#""{\"city\":\"\\u5317\\u4eac\",\"n\":1.10}""#,
+        r#"{"content":[{"type":"text","text":"{\"city\":\"\\u5317\\u4eac\",\"n\":1.10}"}]}"#,
+    ] {
+        let content = data_content(&Json::parse(written).unwrap());
+        assert_eq!(content, r#"{"city":"北京","n":1.10}"#);
+    }
 }
 
 fn tool(schema: &str, effect: Effect) -> ToolDefinition {

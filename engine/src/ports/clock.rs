@@ -13,9 +13,9 @@ pub type SleepFuture<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
 /// Reads the time and sleeps until a time.
 ///
-/// There are two times. Waits, timers and leases use [`now_ms`](Self::now_ms), which only counts.
+/// There are two times. Waits, timers and leases use [`now_ms`](Self::now_ms), the monotonic time.
 /// Times that are stored or shown use [`wall_ms`](Self::wall_ms), the time of day. They are equal
-/// until the machine's time is changed or the machine was suspended.
+/// until the machine's time is changed or the machine is suspended.
 pub trait Clock: Send + Sync + 'static {
     /// Returns a time in Unix milliseconds that never jumps and never goes back.
     fn now_ms(&self) -> u64;
@@ -39,8 +39,8 @@ pub trait Clock: Send + Sync + 'static {
     }
 }
 
-/// Difference from which the time of day is taken to have been changed. Smaller ones are noise: the
-/// two times are read one after the other, and the machine's time is corrected all the time.
+/// Minimum difference that counts as a change of the time of day. Smaller differences are noise:
+/// the two times are read one after the other, and the machine's time is corrected continuously.
 const STEP_MS: u64 = 250;
 
 /// The machine's clock. It reads the time of day at the start and then counts monotonically, so a

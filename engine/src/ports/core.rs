@@ -52,6 +52,8 @@ pub struct EngineLimits {
     pub max_open_runs: usize,
     /// Maximum number of agents that one run may have called and that have not ended.
     pub max_child_runs: usize,
+    /// Maximum number of stored boxes of cards of one project.
+    pub max_boxes_per_project: usize,
 }
 
 impl Default for EngineLimits {
@@ -71,6 +73,7 @@ impl Default for EngineLimits {
             max_batch_bytes: 32 << 20,
             max_open_runs: 10_000,
             max_child_runs: 64,
+            max_boxes_per_project: 100_000,
         }
     }
 }

@@ -57,12 +57,12 @@ const MAX_NAMED_TOOLS: usize = 100;
 
 const ATTEMPT_OUTCOMES: [&str; 3] = ["ok", "failed", "parked"];
 
-/// Metrics by executor; the standard ones first. Entries live as long as the process.
+/// Metrics by executor; those of Toolcrib itself first. Entries live as long as the process.
 static SOURCE_METRICS: LazyLock<RwLock<Vec<(Executor, &'static SourceMetrics)>>> =
     LazyLock::new(|| {
-        let standard = Executor::STANDARD.into_iter();
+        let executors = Executor::STANDARD.into_iter().chain([Executor::INTERNAL]);
         RwLock::new(
-            standard.map(|executor| (executor, SourceMetrics::register(executor))).collect(),
+            executors.map(|executor| (executor, SourceMetrics::register(executor))).collect(),
         )
     });
 

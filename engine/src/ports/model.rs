@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::domain::fault::Fault;
+use crate::domain::json::Json;
 use crate::domain::model_reply::ModelReply;
 
 /// A request to a model.
@@ -24,7 +25,7 @@ pub struct ModelRequest {
     pub messages: Vec<Value>,
     /// The tools that the model may call, in the chat format (`{type: "function", function: {…}}`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub tools: Vec<Value>,
+    pub tools: Vec<Json>,
     /// The tools among them that a tool search found. They are at the end of `tools`, so that the
     /// rest of the request stays the same. An API with deferred tools takes them from the result
     /// of the search, and its prompt cache holds.

@@ -74,7 +74,7 @@ impl Registry {
     }
 
     /// Writes a denial to the audit log in the background. For refusals that change nothing and
-    /// that no tool is about.
+    /// concern no tool.
     pub(crate) fn record_denial_later(&self, entry: AuditEntry) {
         // Without a runtime the process is exiting.
         if tokio::runtime::Handle::try_current().is_err() {
@@ -88,7 +88,8 @@ impl Registry {
         });
     }
 
-    /// Writes the numbers of repeated denials whose minute is over; of all if `is_last`.
+    /// Writes one summary entry for each denial that was repeated within its minute, once that
+    /// minute is over. If `is_last`, writes the summaries of unfinished minutes too.
     pub(crate) async fn write_repeated_denials(&self, is_last: bool) -> Result<(), Error> {
         self.denials.flush(&self.core, is_last).await
     }
@@ -169,7 +170,7 @@ impl Admin {
         let last_number = chain.last_number.max(chain.head.number);
         let (pruned, mut after) = (chain.pruned.clone(), 0);
         let mut verifier = AuditVerifier::new(chain, expected);
-        // From the very beginning: a row before the checkpoint is one too many.
+        // Start before the checkpoint: a row that is still there should have been pruned.
         while after < last_number {
             let order = AuditOrder::OldestFirst { after };
             let filter = AuditFilter { project: None, order, limit: ROWS_PER_PAGE };

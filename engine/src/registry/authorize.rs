@@ -1,10 +1,10 @@
 //! Decides whether a caller may use a tool, and enforces the decision. A refusal states the rule
 //! that caused it and is written to the audit log.
 //!
-//! The roles and the companion rule of `result.read` are decided here; the rules themselves are
-//! evaluated in `catalog/rule_index.rs`. `calls/accept.rs` asks when a call arrives, and
-//! `calls/accept/access_recheck.rs` asks again before it starts. `call_access.rs` decides who may
-//! read or cancel a call.
+//! This module decides about roles, the limits of credentials, and the companion tools
+//! `result.read` and `run.finish`; `catalog/rule_index.rs` evaluates the rules themselves.
+//! `calls/accept.rs` asks when a call arrives, and `calls/accept/access_recheck.rs` asks again
+//! before it starts. `call_access.rs` decides which callers may read or cancel a call.
 
 use std::sync::Arc;
 
@@ -82,7 +82,7 @@ impl Catalog {
     }
 
     /// Applies the rules that deny or ask about an agent to a handoff to it: otherwise a handoff
-    /// would pass a rule on `agent.ID`.
+    /// would bypass a rule on `agent.ID`.
     fn restrict_handoff(
         &self,
         caller: &Caller,
@@ -118,8 +118,8 @@ impl Catalog {
         decide(rules, input, self.is_companion(request.tool))
     }
 
-    /// Decides about something that never has arguments: a condition on them fails, so that the
-    /// rule denies or asks, and does not allow.
+    /// Decides about a subject that never has arguments. A condition on arguments fails: a rule
+    /// that denies or asks then applies, and one that allows does not.
     pub(super) fn authorize_without_arguments(
         &self,
         caller: &Caller,
@@ -135,7 +135,8 @@ impl Catalog {
         decide(rules, input, false)
     }
 
-    /// Returns true if the tool comes with all others: a caller that may call any may call it.
+    /// Returns true if the tool is a companion of all others: a caller that may call any tool may
+    /// call this one too.
     pub(crate) fn is_companion(&self, tool: &str) -> bool {
         matches!(tool, RESULT_READ | RUN_FINISH) && self.shared_tools.contains_key(tool)
     }
@@ -296,11 +297,6 @@ fn decide_without_rule(caller: &Caller, action: RuleAction) -> AccessDecision {
 }
 
 impl Registry {
-    /// Returns true if metrics record the names of projects' tools.
-    pub(crate) fn records_tool_names(&self) -> bool {
-        self.tool_names_in_metrics.unwrap_or(true)
-    }
-
     /// Returns true if `/metrics` shows the names of projects' tools to this caller. By default
     /// they are for the operator and admin keys: one project must not learn another's tools.
     pub fn shows_tool_names(&self, caller: Option<&Caller>) -> bool {

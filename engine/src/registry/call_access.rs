@@ -59,8 +59,8 @@ impl Catalog {
     }
 
     /// Returns true if the caller may do this with a run. A rule on single tools, on their
-    /// properties or on arguments permits nothing with a whole run, and one that denies or asks
-    /// forbids it: the run may contain calls that the rule is about.
+    /// properties or on arguments never allows access to a whole run. If such a rule denies or
+    /// asks, it forbids the access: the run may contain calls that the rule is about.
     pub(crate) fn may_access_run(&self, caller: &Caller, action: RuleAction, run: &Run) -> bool {
         let request = AccessRequest { run_id: Some(&run.id), ..AccessRequest::named("") };
         run.project == caller.project

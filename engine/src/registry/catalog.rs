@@ -10,6 +10,7 @@ mod registration_checks;
 pub(crate) mod rule_index;
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use project_map::{NameMap, ProjectMap};
@@ -25,6 +26,7 @@ use crate::domain::json::Json;
 use crate::domain::retry::TIMEOUT_MS_RANGE;
 use crate::domain::tool::args::ArgumentRules;
 use crate::domain::tool::{Executor, Risk, ToolDefinition, check_tool_name};
+use crate::model_formats::{ToolFormat, describe_tool};
 use crate::ports::bus::Topic;
 use crate::ports::clock::Clock;
 use crate::ports::core::{ExecutionPolicies, from_store_error};
@@ -54,9 +56,24 @@ pub struct CatalogEntry {
     pub rules: Option<ArgumentRules>,
     /// Risk of the tool: the operator's value, else the definition's.
     pub risk: Risk,
+    /// Description of the tool in the chat format with the name that it has there. All runs share
+    /// it.
+    model_description: OnceLock<(String, Json)>,
 }
 
 impl CatalogEntry {
+    /// Returns the tool in the chat format under this name.
+    pub(crate) fn describe_for_model(&self, name: &str) -> Json {
+        let describe = || describe_tool(ToolFormat::OpenAi, name, &self.definition);
+        let (described_name, described) =
+            self.model_description.get_or_init(|| (name.to_owned(), describe()));
+        // Tools whose names collide in the chat format get another name there.
+        match described_name == name {
+            true => described.clone(),
+            false => describe(),
+        }
+    }
+
     /// Compiles a definition at once and without a budget. For tools of the program itself.
     pub fn compile(definition: ToolDefinition) -> Result<Self, Fault> {
         let per_schema = &mut CompileBudget::new(usize::MAX);
@@ -93,6 +110,7 @@ impl CatalogEntry {
             input_schema: input,
             output_schema: output,
             rules,
+            model_description: OnceLock::new(),
         })
     }
 
@@ -107,6 +125,7 @@ impl CatalogEntry {
             input_schema: Schema::deferred(project, executed),
             output_schema: output.map(|schema| Schema::deferred(project, schema)),
             rules,
+            model_description: OnceLock::new(),
             definition,
         }
     }
@@ -321,6 +340,16 @@ impl Catalog {
         tools
     }
 
+    /// Returns the handoffs to agents of the project, sorted by name.
+    pub(crate) fn handoffs(&self, project: &str) -> Vec<Arc<CatalogEntry>> {
+        let tools = self.project_tools.values_in(project);
+        let is_handoff =
+            |entry: &&Arc<CatalogEntry>| entry.definition.executor == Executor::HANDOFF;
+        let mut tools: Vec<_> = tools.filter(is_handoff).cloned().collect();
+        tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
+        tools
+    }
+
     /// Returns the clients that offer a tool.
     pub fn offered_by(&self, project: &str, tool: &str) -> &[String] {
         self.clients_offering.get(project, tool).map(Vec::as_slice).unwrap_or_default()
@@ -351,8 +380,9 @@ impl Catalog {
         &self.directory
     }
 
-    /// Returns true if this caller's key may adopt a client: it was registered before the server
-    /// had keys, and no key stands for the agent name that such clients belong to.
+    /// Returns true if this caller's key may adopt a client: the client was registered before the
+    /// server had keys, and no key that may provide tools has the agent name that such clients
+    /// belong to.
     fn is_adoptable(&self, caller: &Caller, client_id: &str) -> bool {
         let Some(client) = self.client(&caller.project, client_id) else { return false };
         let keys = &self.directory.keys;
@@ -388,7 +418,7 @@ impl Catalog {
         self.version
     }
 
-    /// Returns similar names of tools that the caller may call.
+    /// Returns similar names of tools that are listed for the caller.
     pub fn suggest_names(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
         let listed = tools.iter().filter(|entry| self.is_listed(caller, entry));
@@ -417,17 +447,6 @@ impl Registry {
         tools
     }
 
-    /// Returns the handoffs to agents of the project that the caller may call, sorted by name.
-    pub(crate) fn handoff_tools(&self, caller: &Caller) -> Vec<Arc<CatalogEntry>> {
-        let catalog = self.catalog();
-        let tools = catalog.project_tools.values_in(&caller.project);
-        let tools = tools.filter(|entry| entry.definition.executor == Executor::HANDOFF);
-        let mut tools: Vec<_> =
-            tools.filter(|entry| catalog.is_listed(caller, entry)).cloned().collect();
-        tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
-        tools
-    }
-
     /// Returns one tool, if the caller may call it.
     pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
         let catalog = self.catalog();
@@ -436,7 +455,7 @@ impl Registry {
         found.ok_or_else(|| tool_not_found(&catalog, caller, name))
     }
 
-    /// Returns one tool, if it is listed for the caller.
+    /// Returns one tool, if it is listed for the caller or is a companion that the caller may call.
     pub fn listed_tool(&self, caller: &Caller, name: &str) -> Result<Arc<CatalogEntry>, Error> {
         let catalog = self.catalog();
         let found = catalog.resolve(caller, name);
@@ -507,7 +526,8 @@ impl Registry {
     /// key uses it, so that turning keys on does not lock its provider out. Does nothing for any
     /// other client.
     pub(crate) async fn adopt_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
-        // An issuer's tokens can have any agent name, so the name does not tell whose client it is.
+        // An issuer's tokens can have any agent name, so the name does not show who owns the
+        // client.
         let is_adoptable = |catalog: &Catalog| {
             !self.credentials.accepts_issuer_tokens() && catalog.is_adoptable(caller, client_id)
         };
@@ -580,6 +600,7 @@ impl Registry {
         self.credentials.raise_time_floor(directory.latest_time_ms);
         let limits = &self.core.policies.limits;
         let next = Arc::new(self.catalog().rebuild(directory, compiled, limits));
+        self.directory_changed_ms.store(self.core.clock.now_ms(), Ordering::Release);
         self.catalog.replace(next);
         self.listeners().iter().for_each(|listener| listener.directory_changed());
         self.core.bus.wake(&Topic::Directory);

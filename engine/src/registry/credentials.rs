@@ -95,8 +95,8 @@ pub struct CredentialVerifier {
     authenticator: Option<Arc<dyn Authenticator>>,
     /// Authenticates the operator; `None` if this server has no operator token.
     operator: Option<OperatorCredential>,
-    /// Milliseconds by which credentials take the time to be ahead of the clock, because a process
-    /// recorded a later time before.
+    /// Milliseconds to add to the clock's `now_ms` for the earliest possible present time: above 0
+    /// if a process recorded a later time before.
     time_floor_ms: AtomicU64,
     /// Time of day that this process recorded last, in Unix milliseconds.
     recorded_time_ms: AtomicU64,
@@ -208,14 +208,14 @@ impl CredentialVerifier {
         self.core.wall_ms().max(self.core.now_ms().saturating_add(floor_ms))
     }
 
-    /// Takes the time that this or another process recorded as the earliest present time.
+    /// Makes the time that this or another process recorded the earliest possible present time.
     pub(crate) fn raise_time_floor(&self, recorded_ms: u64) {
         let ahead_ms = recorded_ms.saturating_sub(self.core.now_ms());
         self.time_floor_ms.fetch_max(ahead_ms, Ordering::Relaxed);
     }
 
-    /// Records the time of day now and then, as the clock counts it: a jump of the clock is not
-    /// recorded, because it may be a mistake.
+    /// Records the time every [`TIME_RECORD_INTERVAL_MS`]. Uses the monotonic time: a jump of the
+    /// time of day is not recorded, because it may be a mistake.
     pub(crate) async fn record_time_if_due(&self) -> Result<(), Error> {
         let floor_ms = self.time_floor_ms.load(Ordering::Relaxed);
         let now_ms = self.core.now_ms().saturating_add(floor_ms);

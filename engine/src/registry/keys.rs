@@ -236,8 +236,8 @@ impl Admin {
         Ok(CreatedKey { key, secret })
     }
 
-    /// Revokes a key, and with it its session tokens. The last admin key stays while others are
-    /// valid, because their holders could not be administered with a key any more.
+    /// Revokes a key, and with it its session tokens. Refuses to revoke the last admin key while
+    /// other keys are valid: no key could then administer the server.
     pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
         let key = self.find_key(caller, id)?;
         let at_ms = self.registry.credentials.now_ms();

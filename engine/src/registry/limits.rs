@@ -67,7 +67,7 @@ impl Admin {
     }
 
     /// Returns the stored limits of the caller's project, by kind and name. A caller that spans
-    /// projects also gets the limits of all projects of the kind project.
+    /// projects also gets the limits of the kind `project` in all other projects.
     pub fn limits(&self, caller: &Caller) -> Result<Vec<UsageLimit>, Error> {
         self.require_reader(caller)?;
         let catalog = self.registry.catalog();

@@ -2,7 +2,7 @@
 
 mod agents;
 
-pub use agents::parse_agent_definition;
+pub use agents::{ParsedAgent, parse_agent, parse_agent_definition};
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::domain::call::Call;
 use crate::domain::caller::{Caller, DEFAULT_PROJECT};
 use crate::domain::directory::{DirectoryChange, Project};
 use crate::domain::fault::{Code, Error, Fault};
-use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_tool_name};
+use crate::domain::tool::{Executor, ToolDefinition, check_tool_name, is_mcp_helper_name};
 use crate::domain::utp::{Binding, RESERVED_NAMES, is_token};
 use crate::ports::core::from_store_error;
 use crate::registry::keys::check_identifier;
@@ -83,8 +83,7 @@ impl Projects {
         }
     }
 
-    /// Adds or replaces a tool of the project. The checks that need the project come first, in the
-    /// order of the protocol.
+    /// Adds or replaces a tool of the project, and returns it.
     pub async fn put_tool(
         &self,
         caller: &Caller,
@@ -229,7 +228,7 @@ fn check_name_free(catalog: &Catalog, project: &str, name: &str) -> Result<(), E
 }
 
 fn check_name_not_reserved(name: &str, verb: &str) -> Result<(), Error> {
-    if RESERVED_NAMES.contains(&name) || verb == "define" && MCP_HELPER_TOOLS.contains(&name) {
+    if RESERVED_NAMES.contains(&name) || verb == "define" && is_mcp_helper_name(name) {
         return Err(bad_request(format!(
             "cannot {verb} internal tool \"{name}\": the name is reserved"
         )));

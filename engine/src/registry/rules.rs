@@ -192,8 +192,8 @@ impl Admin {
         versions.map_err(from_store_error)
     }
 
-    /// Returns the rules of a project that have no effect, and those whose condition fails. With
-    /// `proposed`, of these rules in place of the present ones.
+    /// Returns findings about rules that have no effect or whose condition fails: about the
+    /// `proposed` rules if given, otherwise about the present rules of the project.
     pub async fn lint_rules(
         &self,
         caller: &Caller,
@@ -242,8 +242,9 @@ impl Admin {
     }
 }
 
-/// Checks that each condition uses only arguments that the tools have which its rule names exactly.
-/// A tool that does not exist yet is not checked; lint finds the difference later.
+/// Checks each condition against the tools that its rule names without a pattern: it may use only
+/// arguments that these tools have. A tool that does not exist yet is not checked; lint finds the
+/// difference later.
 fn check_against_tools(
     catalog: &Catalog,
     rules: &[AccessRule],

@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bm25::{Document, Language, SearchEngine, SearchEngineBuilder};
 use parking_lot::Mutex;
@@ -15,7 +16,7 @@ use serde_json::Value;
 use super::catalog::{Catalog, CatalogEntry};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
-use crate::domain::tool::ToolDefinition;
+use crate::domain::tool::{Executor, ToolDefinition};
 use crate::ports::bus::Topic;
 use crate::ports::core::from_join_error;
 use crate::registry::Registry;
@@ -36,6 +37,21 @@ pub struct ToolMatch {
     pub entry: Arc<CatalogEntry>,
     /// Relevance. Comparable only within one response.
     pub score: f32,
+}
+
+/// The tools that a search returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SearchScope {
+    /// Those that a list of tools shows.
+    Tools,
+    /// Also the handoffs, which only a run can call.
+    ToolsAndHandoffs,
+}
+
+impl SearchScope {
+    fn has(self, entry: &CatalogEntry) -> bool {
+        self == Self::ToolsAndHandoffs || entry.definition.executor != Executor::HANDOFF
+    }
 }
 
 /// The index of one project at one version of the directory.
@@ -59,6 +75,25 @@ impl Registry {
         query: &str,
         limit: usize,
     ) -> Result<Vec<ToolMatch>, Error> {
+        self.search_in(caller, query, limit, SearchScope::Tools).await
+    }
+
+    /// Returns the tools and handoffs the caller may call that match the query, best first.
+    pub(crate) async fn search_with_handoffs(
+        self: &Arc<Self>,
+        caller: &Caller,
+        query: &str,
+    ) -> Result<Vec<ToolMatch>, Error> {
+        self.search_in(caller, query, usize::MAX, SearchScope::ToolsAndHandoffs).await
+    }
+
+    async fn search_in(
+        self: &Arc<Self>,
+        caller: &Caller,
+        query: &str,
+        limit: usize,
+        scope: SearchScope,
+    ) -> Result<Vec<ToolMatch>, Error> {
         if query.trim().is_empty() || query.len() > MAX_QUERY_BYTES {
             let message = format!("query must be 1 to {MAX_QUERY_BYTES} bytes of text");
             return Err(Error::refused(Code::ValidationError, message));
@@ -68,7 +103,7 @@ impl Registry {
         let searching = tokio::task::spawn_blocking(move || {
             let catalog = engine.catalog();
             let index = engine.search_indexes.for_project(&catalog, &caller.project);
-            index.rank(&catalog, &caller, &query, limit)
+            index.rank(&catalog, &caller, &query, limit, scope)
         });
         searching.await.map_err(from_join_error)
     }
@@ -77,6 +112,12 @@ impl Registry {
     /// does everything derived from them.
     pub fn directory_version(&self) -> u64 {
         self.catalog().version()
+    }
+
+    /// Returns the time of the last change of the directory, in Unix milliseconds. After a start of
+    /// the process it is the time of the start.
+    pub fn directory_changed_ms(&self) -> u64 {
+        self.directory_changed_ms.load(Ordering::Acquire)
     }
 
     /// Waits until the directory has a version other than `seen`, and returns it. Returns `None`
@@ -117,7 +158,8 @@ impl SearchIndexes {
 
 impl SearchIndex {
     fn new(catalog: &Catalog, project: &str) -> Self {
-        let tools = catalog.tools(project);
+        let mut tools = catalog.tools(project);
+        tools.extend(catalog.handoffs(project));
         let documents = tools
             .iter()
             .zip(0_u32..)
@@ -132,6 +174,7 @@ impl SearchIndex {
         caller: &Caller,
         query: &str,
         limit: usize,
+        scope: SearchScope,
     ) -> Vec<ToolMatch> {
         let mut scores: HashMap<u32, f32> = HashMap::new();
         for result in self.ranking.search(&split_into_words(query), self.tools.len()) {
@@ -150,7 +193,7 @@ impl SearchIndex {
         let mut found: Vec<ToolMatch> = scores
             .into_iter()
             .filter_map(|(id, score)| {
-                let entry = self.tools.get(id as usize)?.clone();
+                let entry = self.tools.get(id as usize).filter(|entry| scope.has(entry))?.clone();
                 catalog.is_listed(caller, &entry).then_some(ToolMatch { entry, score })
             })
             .collect();

@@ -189,7 +189,7 @@ fn check_request(new: &NewSessionToken) -> Result<(), Error> {
     Ok(())
 }
 
-/// Refuses a token that would be more than its key.
+/// Refuses a token that would have rights or attributes beyond those of its key.
 fn check_within_key(
     caller: &Caller,
     key: &ApiKey,
@@ -211,7 +211,7 @@ fn check_within_key(
     }
     let environment = &key.attributes.environment;
     if wanted.environment.is_some() && wanted.environment != *environment {
-        // Rules that allow may name an environment, so another one can be more than the key has.
+        // Rules that allow may name an environment, so another one could give more rights.
         return refused(match environment {
             Some(own) => format!("the key is for the environment \"{own}\"; so is its token"),
             None => "the key has no environment, so its token cannot have one".to_owned(),

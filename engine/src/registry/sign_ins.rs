@@ -41,8 +41,8 @@ struct FailureWindow {
 }
 
 impl FailureWindow {
-    /// Counts a failure. Returns the number of failures left out since the last one that was
-    /// recorded, or `None` if this one is left out too.
+    /// Counts a failure. Returns the number of failures that were omitted since the last recorded
+    /// one, or `None` if this one is omitted too.
     fn count(&mut self, peer: Option<IpAddr>, now_ms: u64) -> Option<u64> {
         if now_ms.saturating_sub(self.since_ms) >= WINDOW_MS {
             (self.since_ms, self.recorded) = (now_ms, 0);
@@ -59,7 +59,7 @@ impl FailureWindow {
     }
 }
 
-/// Credentials that are known but not valid, for the audit log.
+/// Credentials that were refused, for the audit log.
 pub(super) struct RefusedCredential {
     pub(super) project: String,
     pub(super) agent: String,

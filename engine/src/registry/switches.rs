@@ -91,7 +91,7 @@ impl Admin {
     }
 
     /// Returns the switches of the caller's project, by kind and name. A caller that spans projects
-    /// also gets those of all projects of the kind project.
+    /// also gets the switches of the kind `project` in all other projects.
     pub fn switches(&self, caller: &Caller) -> Result<Vec<KillSwitch>, Error> {
         self.require_reader(caller)?;
         let catalog = self.registry.catalog();

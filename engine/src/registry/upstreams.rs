@@ -15,12 +15,12 @@ use crate::domain::caller::Caller;
 use crate::domain::directory::{AuditEntry, DirectoryChange, Upstream};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
-use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, check_upstream_name};
+use crate::domain::tool::{Executor, ToolDefinition, check_upstream_name, is_mcp_helper_name};
 use crate::ports::core::from_store_error;
 use crate::registry::Upstreams;
 use crate::schema::{self, CompileBudget};
 
-/// Begins the names under which subscriptions to events are stored. No upstream has such a name.
+/// Prefix of the names under which event subscriptions are stored. No upstream has such a name.
 const EVENT_SUBSCRIPTION_PREFIX: &str = "events:";
 
 impl Upstreams {
@@ -78,7 +78,7 @@ impl Upstreams {
                 let mut upstreams = catalog.directory().upstreams.iter();
                 if !upstreams.any(|other| other.project == *project && other.name == name) {
                     let excerpt: String = name.chars().take(80).collect();
-                    let message = format!("there is no source \"{excerpt}\"");
+                    let message = format!("there is no MCP server \"{excerpt}\"");
                     return Err(Error::not_found(message, "toolcrib mcp ls lists the MCP servers"));
                 }
                 let change = DirectoryChange::DropUpstream {
@@ -180,7 +180,7 @@ impl Upstreams {
         self.core.store.credentials().upstreams_with_credentials().await.map_err(from_store_error)
     }
 
-    /// Stores a subscription of an MCP client to events, or deletes it. It has the secret of a
+    /// Stores an event subscription of an MCP client, or deletes it. It contains the secret of a
     /// webhook, so it is stored like a credential. The transport that writes it defines its
     /// content.
     pub async fn store_event_subscription(
@@ -193,7 +193,7 @@ impl Upstreams {
         self.set_credential(project, &name, subscription).await
     }
 
-    /// Returns the project, id and content of each stored subscription to events.
+    /// Returns the project, id and content of each stored event subscription.
     pub async fn event_subscriptions(&self) -> Result<Vec<(String, String, String)>, Error> {
         let mut found = Vec::new();
         for (project, name) in self.stored_credentials().await? {
@@ -246,9 +246,7 @@ fn select_registrable(
     let (mut fit, mut rest) = (Vec::new(), Vec::new());
     for tool in tools {
         let reason = match () {
-            () if MCP_HELPER_TOOLS.contains(&tool.name.as_str()) => {
-                "it is the name of a tool of the MCP endpoint"
-            }
+            () if is_mcp_helper_name(&tool.name) => "it is the name of a tool of the MCP endpoint",
             () if !used_names.insert(tool.name.as_str()) => "there is another tool of this name",
             () if capacity == 0 => "the project has limits.max_tools_per_project tools already",
             () => {

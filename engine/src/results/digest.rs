@@ -32,13 +32,16 @@ mod tests;
 use query::KeywordMatcher;
 use sampling::{SampleArray, SampleNode, SampleObject, sample_document};
 use table::TableView;
+use text::TextAnalysis;
 use text_kind::TextKind;
 
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::decode_string;
+use crate::domain::json::decode_unicode_escapes;
+use crate::results::embedded::{decode_embedded_escapes, embedded_json};
 use crate::results::mcp_content::without_media;
-use crate::results::pointer::{embedded_json, escape_key};
+use crate::results::pointer::escape_key;
 use crate::results::rows::{RowLayout, RowTable};
 use crate::results::tokens;
 
@@ -86,14 +89,18 @@ pub struct Digest {
 pub fn digest(data: &Json, budget_tokens: usize, source: &DigestSource<'_>) -> Option<Digest> {
     let bytes = data.text().len();
     // Media and repeated structures of an MCP result are no text for a model.
-    let envelope = tokens::exceeds(data.text(), budget_tokens).then(|| without_media(data));
+    let whole = decode_unicode_escapes(data.text());
+    let envelope = tokens::exceeds(&whole, budget_tokens).then(|| without_media(data));
     let envelope = envelope.flatten();
-    let whole = envelope.as_ref().unwrap_or(data).text();
-    if !tokens::exceeds(whole, budget_tokens) && envelope.is_none() {
+    if envelope.is_none() && !tokens::exceeds(&whole, budget_tokens) {
         return None;
     }
+    let whole = envelope.as_ref().map_or(whole, |envelope| decode_unicode_escapes(envelope.text()));
+    // The arguments of a call may be escaped as well.
+    let hint = source.hint.map(decode_unicode_escapes);
+    let source = &DigestSource { hint: hint.as_deref(), ..*source };
     let request = DigestRequest { source, bytes, budget: budget_tokens };
-    let text = request.render(whole, "", "");
+    let text = request.render(&whole, "", "");
     Some(Digest { tokens: tokens::count(&text), text, whole_bytes: bytes })
 }
 
@@ -145,6 +152,7 @@ impl DigestRequest<'_> {
     }
 
     fn render_text(&self, text: &str, pointer: &str, around: &str) -> String {
+        let text: &str = &decode_embedded_escapes(text);
         if let Some(json) = embedded_json(text) {
             return self.render(json, pointer, around);
         }
@@ -166,20 +174,16 @@ impl DigestRequest<'_> {
         let left = self.budget.saturating_sub(tokens::count(&note) + 1);
         let around = if tokens::exceeds(around, left / 3) { "" } else { around };
         let facts = kind.facts(text, left.saturating_sub(tokens::count(around)) * 2 / 5);
+        let (shown, source_lines) = match &kind {
+            TextKind::Html(page) => (page.text.as_str(), Some(page.source_lines.as_slice())),
+            TextKind::Binary(content) => (content.decoded_text.as_deref().unwrap_or(""), None),
+            _ => (text, None),
+        };
+        let analysis = TextAnalysis::new(shown, &words, source_lines);
         self.assemble(&note, |budget| {
             let budget = budget.saturating_sub(tokens::count(around));
             let rest = budget.saturating_sub(tokens::count(&facts));
-            let body = match &kind {
-                TextKind::Html(page) => {
-                    text::render(&page.text, &words, rest, Some(&page.source_lines))
-                }
-                TextKind::Binary(content) => content
-                    .decoded_text
-                    .as_deref()
-                    .map_or_else(String::new, |decoded| text::render(decoded, &words, rest, None)),
-                _ => text::render(text, &words, rest, None),
-            };
-            format!("{around}{facts}{body}")
+            format!("{around}{facts}{}", analysis.render(rest))
         })
     }
 

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::domain::json::Json;
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::results::embedded::decode_embedded_escapes;
 
 /// Fields of an MCP result.
 const FIELDS: [&str; 5] = ["content", "structuredContent", "isError", "_meta", "resultType"];
@@ -205,7 +206,9 @@ impl ResultContent {
     fn push(&mut self, part: &Value) {
         let word = |name: &str| part.get(name).and_then(Value::as_str);
         match word("type") {
-            Some("text") => self.push_line(word("text").unwrap_or_default()),
+            Some("text") => {
+                self.push_line(&decode_embedded_escapes(word("text").unwrap_or_default()));
+            }
             Some("image") => self.push_media(MediaKind::Image, part, "data", None),
             Some("audio") => self.push_media(MediaKind::Audio, part, "data", None),
             Some("resource") => {
@@ -214,7 +217,7 @@ impl ResultContent {
                 match resource.get("text").and_then(Value::as_str) {
                     Some(text) => {
                         self.push_line(&format!("[resource {}]", uri.unwrap_or_default()));
-                        self.push_line(text);
+                        self.push_line(&decode_embedded_escapes(text));
                     }
                     None => self.push_media(MediaKind::File, resource, "blob", uri),
                 }

@@ -6,11 +6,11 @@
 
 use std::borrow::Cow;
 
-use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use crate::domain::fault::{Code, Fault};
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::results::embedded::embedded_json;
 
 /// Maximum number of keys listed in the fault for a key that does not exist.
 const MAX_KEYS_LISTED: usize = 30;
@@ -18,15 +18,6 @@ const MAX_KEYS_LISTED: usize = 30;
 /// Escapes a key for use in a pointer.
 pub(crate) fn escape_key(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
-}
-
-/// Returns the text if it is a JSON object or array, as many tools return their data.
-pub(crate) fn embedded_json(text: &str) -> Option<&str> {
-    let trimmed = text.trim();
-    let has_brackets = trimmed.starts_with('{') && trimmed.ends_with('}')
-        || trimmed.starts_with('[') && trimmed.ends_with(']');
-    let is_json = || serde_json::from_str::<IgnoredAny>(trimmed).is_ok();
-    (has_brackets && trimmed.len() > 2 && is_json()).then_some(trimmed)
 }
 
 /// Returns a fault for an invalid field of a query.

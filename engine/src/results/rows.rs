@@ -10,10 +10,10 @@ pub(crate) mod decimal;
 
 use std::borrow::Cow;
 
-use serde::de::IgnoredAny;
-
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
-use crate::results::pointer::{embedded_json, escape_key};
+use crate::domain::json::decode_unicode_escapes;
+use crate::results::embedded::{embedded_json, is_json_lines};
+use crate::results::pointer::escape_key;
 use csv::CsvReader;
 
 /// Levels of a document that are searched for a table.
@@ -145,7 +145,7 @@ impl<'a> RowTable<'a> {
                 best = Some(found);
             }
         }
-        // Records by their ids are a table too, and so is a set of them with lists inside.
+        // Records keyed by their ids are a table, even if one of them contains a table itself.
         if all_objects && entries >= 4 {
             let text = written.into();
             return Some(RowTable { pointer: pointer.into(), text, layout: RowLayout::Entries });
@@ -155,8 +155,7 @@ impl<'a> RowTable<'a> {
 
     fn find_in_text(text: Cow<'a, str>, pointer: &str, depth: usize) -> Option<RowTable<'a>> {
         if let Some(json) = embedded_json(&text) {
-            let found = Self::find_within_owned(json, pointer, depth)?;
-            return Some(found);
+            return Self::find_within_owned(&decode_unicode_escapes(json), pointer, depth);
         }
         Self::from_plain_text(text, pointer)
     }
@@ -169,6 +168,10 @@ impl<'a> RowTable<'a> {
     fn from_plain_text(text: Cow<'a, str>, pointer: &str) -> Option<RowTable<'a>> {
         let pointer = pointer.to_owned();
         if is_json_lines(&text) {
+            let text = match decode_unicode_escapes(&text) {
+                Cow::Owned(decoded) => Cow::Owned(decoded),
+                Cow::Borrowed(_) => text,
+            };
             return Some(RowTable { pointer, text, layout: RowLayout::JsonLines });
         }
         let (delimiter, columns) = csv::detect(&text)?;
@@ -272,15 +275,6 @@ impl Cell<'_> {
             Self::Text(text) => Cow::Owned(serde_json::Value::from(text.as_ref()).to_string()),
         }
     }
-}
-
-/// Returns whether every line is a JSON object, and there are several.
-pub(crate) fn is_json_lines(text: &str) -> bool {
-    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let is_object = |line: &str| line.starts_with('{') && line.ends_with('}');
-    let is_json = |line: &str| serde_json::from_str::<IgnoredAny>(line).is_ok();
-    let first = lines.next().is_some_and(|line| is_object(line) && is_json(line));
-    first && lines.clone().next().is_some() && lines.all(is_object)
 }
 
 fn json_cell<'a>(written: &'a str, column: &str, stated: Option<&[String]>) -> Option<&'a str> {

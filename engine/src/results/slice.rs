@@ -4,7 +4,8 @@
 //! entries of an object, or the lines of a text. Members are returned from an offset, up to a limit
 //! and a maximum size; the answer states the total and the next offset. The rows of a table can be
 //! filtered and aggregated. The result is not parsed into a tree, so reading a small slice of a
-//! large result is cheap.
+//! large result is cheap. Characters are returned as themselves, even if the tool
+//! escaped them.
 
 mod row_query;
 mod search;
@@ -16,6 +17,8 @@ use serde_json::Value;
 use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
+use crate::domain::json::decode_unicode_escapes;
+use crate::results::embedded::decode_embedded_escapes;
 pub(crate) use crate::results::pointer::invalid_field;
 use crate::results::pointer::{self, SelectedValue, escape_key};
 use crate::results::rows::RowTable;
@@ -122,6 +125,8 @@ pub fn read_slice(data: &Json, part: &SliceQuery, max_bytes: usize) -> Result<Sl
     let pattern = part.grep.as_deref().map(search::compile).transpose()?;
     let SelectedValue { written, container } =
         pointer::resolve_pointer(data.text(), &part.pointer)?;
+    let bytes = written.len();
+    let written = decode_unicode_escapes(&written);
     let mut take =
         MemberWindow { offset, limit: limit as usize, max_bytes, ..MemberWindow::default() };
     let mut pointer = Cow::Borrowed(&part.pointer);
@@ -140,7 +145,7 @@ pub fn read_slice(data: &Json, part: &SliceQuery, max_bytes: usize) -> Result<Sl
     Ok(Slice {
         pointer: pointer.into_owned(),
         kind: JsonKind::of(&written),
-        bytes: written.len(),
+        bytes,
         total,
         offset,
         shown: take.included,
@@ -220,7 +225,7 @@ fn read_members(
         JsonKind::Object => collect_members(written, pointer, take, '{'),
         JsonKind::Text => {
             let (text, mut selected) = (decode_string(written), String::new());
-            for line in bounded_lines(&text) {
+            for line in bounded_lines(&decode_embedded_escapes(&text)) {
                 // A line is never too long to include.
                 if let MemberDecision::Include | MemberDecision::IncludePrefix =
                     take.admit(line.len())

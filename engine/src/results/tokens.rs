@@ -17,7 +17,7 @@ pub fn count(text: &str) -> usize {
 
 /// Returns whether the text has more tokens than the budget. Reads only as much of it as needed.
 pub fn exceeds(text: &str, budget: usize) -> bool {
-    // Every token has at least one byte and at max_bytes `MAX_TOKEN_BYTES`.
+    // Every token has at least one byte and at most `MAX_TOKEN_BYTES`.
     if text.len() <= budget {
         return false;
     }

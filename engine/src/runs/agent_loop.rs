@@ -117,7 +117,7 @@ pub enum LoopEvent<'a> {
         /// Number of the step, from 1.
         step: u32,
         /// Result of the call as the batch answered it.
-        settled: &'a BatchEntryResult,
+        result: &'a BatchEntryResult,
         /// Message that answers the call in the conversation.
         message: &'a Value,
     },

@@ -6,11 +6,11 @@
 //! committed first and then reported as the result of the call; if the process dies in between, the
 //! recovered call reads the result from the stored run. So exactly one outcome reaches the caller.
 //!
-//! Budgets form a tree. A child reserves its part in the commit that creates it, because its row
-//! names the part; the commit that ends it returns the rest, because an ended run counts with what
-//! it used. `budget` holds the same tree in memory and is rebuilt from the store.
+//! Budgets form a tree. The row of a child names the part of the budget that it reserves, so the
+//! commit that creates the child reserves that part. Of an ended run only the usage counts, so the
+//! commit that ends the child returns the rest. `utp::trees` holds the same tree in memory and
+//! rebuilds it from the store.
 
-mod budget;
 mod end;
 mod messages;
 mod start;
@@ -34,7 +34,7 @@ use crate::utp::delegation::WorkerSource;
 pub(crate) use end::check_finish;
 pub(crate) use messages::box_message;
 pub(crate) use start::root_of;
-pub use tree::{RunTree, RunTreeNode, RunTrees, TreeUsage};
+pub use tree::{RunTree, RunTreeNode, RunTrees, TreeMember, TreeUsage};
 
 /// Returns the id of the run that answers a call.
 pub(crate) fn run_id_for(call_id: &CallId) -> String {

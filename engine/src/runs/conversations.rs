@@ -1,4 +1,4 @@
-//! The conversations behind responses of OpenAI's API, which live in their requests.
+//! The conversations behind responses of OpenAI's API. Each exists only while its request does.
 //!
 //! A conversation is saved between two requests of a caller if it has messages and tool results
 //! that the caller itself does not have. A caller that returns with the results of its own tools

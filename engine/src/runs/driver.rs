@@ -64,7 +64,8 @@ async fn drive_until_released(engine: Arc<Runs>, active_run: Arc<ActiveRun>) {
         let driven = tokio::select! {
             biased;
             () = runs.core.shutdown.cancelled() => return,
-            // The task that cancels the run commits the cancellation.
+            // An interrupt makes the loop read the state again: the task that cancels a run commits
+            // the cancellation itself, and `check_is_on` finds a kill switch.
             () = active_run.interrupt.notified() => Ok(()),
             driven = AssertUnwindSafe(resume_driver(&engine, &active_run)).catch_unwind() => {
                 driven.unwrap_or_else(|_| Err(Error::Internal("a run panicked".into())))
@@ -214,8 +215,8 @@ fn record_loop_event(
     event: &LoopEvent<'_>,
 ) {
     match event {
-        LoopEvent::CallAnswered { settled, .. } => {
-            uncommitted.lock().calls.push(settled_call_json(settled))
+        LoopEvent::CallAnswered { result, .. } => {
+            uncommitted.lock().calls.push(call_answer_json(result))
         }
         LoopEvent::ToolsFound { call, tools, .. } => uncommitted.lock().calls.push(json!({
             "call_id": call.id, "tool_call_id": null, "name": call.name, "status": "SUCCEEDED",
@@ -235,18 +236,18 @@ fn record_loop_event(
     }
 }
 
-fn settled_call_json(settled: &BatchEntryResult) -> Value {
-    let call = settled.call();
+fn call_answer_json(result: &BatchEntryResult) -> Value {
+    let call = result.call();
     let mut body = json!({
-        "call_id": settled.call_id,
+        "call_id": result.call_id,
         "tool_call_id": call.map(|call| call.id.as_str()),
-        "name": settled.name,
+        "name": result.name,
         "status": call.map_or("REFUSED", |call| call.status.as_str()),
-        "ok": settled.ok(),
-        "digested": settled.is_digested,
-        "error": settled.error().map(RunError::from),
+        "ok": result.ok(),
+        "digested": result.is_digested,
+        "error": result.error().map(RunError::from),
     });
-    if let Some(after_execution) = settled.after_execution() {
+    if let Some(after_execution) = result.after_execution() {
         body["after_execution"] = after_execution.as_str().into();
     }
     if let Some(approval_id) = call.and_then(|call| call.pending_approval()) {
@@ -339,8 +340,8 @@ impl RunDriver<'_> {
         Some((JournalKind::ToolResults, data))
     }
 
-    /// Stores the card with the answer, before the run ends with its id. The result that terminated
-    /// the run has its card already.
+    /// Stores the card with the answer and returns its id. The commit that ends the run names the
+    /// card. The result that terminated a run has its card already.
     async fn store_deliverable(&self, answer: &FinalAnswer) -> Result<String, Error> {
         if let Some(call) = &answer.terminated_by {
             return Ok(call.card_id.clone());
@@ -353,8 +354,8 @@ impl RunDriver<'_> {
         Ok(card_id)
     }
 
-    /// Fails if the agent or the project of the run is switched off, or the agent that the run was
-    /// handed off to.
+    /// Fails if the run's agent, its project, or the agent that the run was handed off to is
+    /// switched off.
     fn check_is_on(&self) -> Result<(), Error> {
         let catalog = self.engine.registry.catalog();
         catalog.check_caller_is_on(&self.caller)?;
@@ -365,11 +366,12 @@ impl RunDriver<'_> {
         }
     }
 
-    /// Ends the run with its next request if the budget that it shares with agents is used up.
+    /// Makes the next model request the last one if the budget that the run shares with other
+    /// agents is used up.
     fn check_budget(&mut self) {
         let (project, root, run_id) = &self.tree_position;
         self.conversation.progress.exhausted_budget =
-            self.engine.trees.budgets.exhausted(project, root, run_id);
+            self.engine.utp.trees.budgets.exhausted(project, root, run_id);
     }
 
     /// Fails if the API key or session token that the run acts for was revoked, or the key has
@@ -620,7 +622,10 @@ impl Runs {
             self.core.tasks.spawn(drive_run(engine, active_run.clone()));
             // Another task may have changed the run since it was loaded.
             match load().await {
-                Ok(Some(run)) => (state.run, *active_run.status.lock()) = (run.clone(), run.status),
+                Ok(Some(run)) => {
+                    active_run.set_committed(&run);
+                    state.run = run;
+                }
                 other => {
                     state.is_released = true;
                     self.active_runs.by_id.lock().remove(&key);
@@ -655,8 +660,8 @@ impl Runs {
         if has_ended {
             engine_metrics::count_run_end(next.status.as_str());
         }
-        self.trees.budgets.update(&next);
-        *active_run.status.lock() = next.status;
+        self.utp.trees.budgets.update(&next);
+        active_run.set_committed(&next);
         state.run = next.clone();
         drop(state);
         let (project, run_id) = (next.project.clone(), next.id.clone());

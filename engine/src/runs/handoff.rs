@@ -14,8 +14,8 @@ use crate::domain::tool::{Executor, SourceTraits, ToolDefinition};
 use crate::ports::source::{Attempt, ProgressSink, Source, StartResult};
 use crate::runs::Runs;
 
-/// Executes handoffs. A call only records the wish: the agent loop that made it hands the run off
-/// when the call has succeeded, so rules, approvals and limits apply as to every call.
+/// Executes handoffs. A call only records the request: the agent loop that made it hands the run
+/// off when the call has succeeded, so rules, approvals and limits apply as to every call.
 pub(crate) struct HandoffSource;
 
 #[async_trait]
@@ -86,6 +86,8 @@ pub(crate) fn hand_off(
         instructions: target.profile.instructions,
         model: target.profile.model,
         tools: target.profile.tools,
+        tool_mode: target.profile.tool_mode,
+        pinned_tools: target.profile.pinned_tools,
         first_message: first,
     };
     (handoff, agent)

@@ -18,9 +18,8 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::domain::json::canonicalize;
 use crate::domain::run::options::{ExecutionOptions, ModelRequestPolicy, RunLimits, RunOptions};
-use crate::domain::run::progress::RunProgress;
-use crate::domain::run::tool_mode::ToolMode;
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunOwner, RunStatus};
+use crate::domain::tool::tool_mode::ToolMode;
 use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::IdempotencyKey;
@@ -30,8 +29,11 @@ use crate::runs::rejoin::{join_earlier_run, undelivered_request};
 use crate::runs::run_context::{not_run_owner, require_run_owner};
 use crate::runs::{Runs, agent_loop, agents};
 
-/// Message with which a run is resumed that ended with an answer because all its calls failed.
+/// User message that resumes a run which ended with an answer after all of its calls had failed.
 const RETRY_MESSAGE: &str = "Try again: the tools that failed may work now.";
+
+/// Maximum time to wait until a conversation that was stopped has stored its record.
+const CONVERSATION_STOP_MS: u64 = 10_000;
 
 /// A request to start a run.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -143,27 +145,11 @@ impl Runs {
             traceparent: new.traceparent,
             ..RunOptions::default()
         };
+        let keyed = self.registry.credentials.has_active_key(caller);
+        let owner = RunOwner { keyed, ..RunOwner::from(caller) };
         let run = Run {
-            id,
-            project: caller.project.clone(),
-            owner: RunOwner {
-                keyed: self.registry.credentials.has_active_key(caller),
-                ..RunOwner::from(caller)
-            },
-            model: new.model,
-            status: RunStatus::Running,
-            options,
-            progress: RunProgress::default(),
-            answer: None,
-            error: None,
-            deliverable_card_id: None,
-            queued_messages: Vec::new(),
-            created_ms: now_ms,
-            updated_ms: now_ms,
-            ended_ms: None,
-            version: 1,
-            lineage: None,
             context_box_id: new.context_box_id,
+            ..Run::start(&caller.project, owner, new.model, options, now_ms)
         };
         let mut messages = new.messages;
         if let Some(box_id) = &run.context_box_id {
@@ -181,14 +167,16 @@ impl Runs {
     }
 
     /// Checks that this caller may make calls under this run id. Refused if a run with this id
-    /// exists and belongs to another agent.
+    /// exists and acts for another agent, user or session.
     pub async fn check_run_owner(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
+        let open = self.active_runs.conversations_of(&caller.project, run_id);
         let found = self.core.store.runs().run(&caller.project, run_id).await;
-        match found.map_err(from_store_error)? {
-            Some(run) if run.caller().owner_name() != caller.owner_name() => {
-                Err(not_run_owner(&run))
-            }
-            _ => Ok(()),
+        let found = found.map_err(from_store_error)?;
+        let is_foreign = |run: &Run| run.caller().owner_name() != caller.owner_name();
+        let open = open.iter().map(|conversation| conversation.run());
+        match found.into_iter().chain(open).find(is_foreign) {
+            Some(run) => Err(not_run_owner(&run)),
+            None => Ok(()),
         }
     }
 
@@ -217,11 +205,18 @@ impl Runs {
             // One more than requested shows whether there is another page.
             limit: limit + 1,
         };
-        let mut runs = self.core.store.runs().list_runs(filter).await.map_err(from_store_error)?;
-        let more = runs.len() > limit;
+        // Before the store: a conversation that ends in between has stored its record by then.
+        let open = self.active_runs.conversation_runs(&caller.project);
+        let mut runs =
+            self.core.store.runs().list_runs(filter.clone()).await.map_err(from_store_error)?;
+        let more_stored = runs.len() > limit;
+        // Those below the stored runs of this page belong to a later one.
+        let first_later = runs.last().filter(|_| more_stored).map(|last| last.id.clone());
+        add_conversations(&mut runs, open, &filter, first_later.as_deref());
+        let more = more_stored || runs.len() > limit;
         runs.truncate(limit);
-        let before = runs.last().filter(|_| more).map(|last| last.id.clone());
-        Ok(RunPage { runs, next_before: before })
+        let last = runs.last().map(|last| last.id.clone()).or(first_later);
+        Ok(RunPage { runs, next_before: last.filter(|_| more) })
     }
 
     /// Cancels a run and its open calls. Fails with a conflict if the run ended otherwise.
@@ -239,7 +234,47 @@ impl Runs {
         if run.status.is_terminal() {
             return require_end_status(run, RunStatus::Canceled);
         }
+        if run.options.is_conversation {
+            return self.stop_conversations(caller, run_id, reason).await;
+        }
         self.stop_run(caller, run_id, reason).await
+    }
+
+    /// Stops the conversations in progress under a run id, and cancels their open calls. Their
+    /// requests are answered with an error.
+    async fn stop_conversations(
+        self: &Arc<Self>,
+        caller: &Caller,
+        run_id: &str,
+        reason: Option<String>,
+    ) -> Result<Run, Error> {
+        let by = &caller.agent;
+        let because = reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
+        let fault = Fault::new(Code::Canceled, format!("the run was canceled by {by}{because}"))
+            .with_detail(json!({ "by": by, "reason": reason }));
+        for open in self.active_runs.conversations_of(&caller.project, run_id) {
+            open.stop(fault.clone());
+        }
+        // Once the record is stored, the conversation makes no more calls: none is missed below.
+        let run = self.wait_for_run(caller, run_id, CONVERSATION_STOP_MS).await?;
+        let by_owner =
+            |call: &Call| call.origin.agent == run.owner.agent && !self.is_detached_agent(call);
+        self.calls.cancel_open_calls(caller, run_id, "its run was canceled", by_owner).await;
+        Ok(run)
+    }
+
+    /// Refuses a change of a run while a conversation is in progress under its id.
+    pub(crate) fn require_no_conversation(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<(), Error> {
+        if self.active_runs.conversation(&caller.project, run_id).is_none() {
+            return Ok(());
+        }
+        let message = "a chat completion or response is in progress under this run; wait for its \
+                       end, or cancel the run";
+        Err(Error::refused(Code::Conflict, message))
     }
 
     /// Cancels a run and its open calls, without a check of the caller's rights.
@@ -286,6 +321,7 @@ impl Runs {
         agent_loop::check_messages(&messages)?;
         self.check_run_capacity()?;
         require_run_owner(caller, &self.find_run(caller, run_id).await?)?;
+        self.require_no_conversation(caller, run_id)?;
         let RunGuard { active_run, state } = self.lock_run(&caller.project, run_id).await?;
         let (notified_run, caller) = (active_run.clone(), caller.clone());
         let commit = self.clone().commit_run(active_run, state, move |run, now_ms| {
@@ -330,7 +366,7 @@ impl Runs {
         self.dispatcher.detach_on_drop(resumed).await
     }
 
-    /// Waits until a run has ended, at most `wait_ms`, and returns it.
+    /// Waits until a run has ended, at most `wait_ms` and the engine's limit, and returns it.
     pub async fn wait_for_run(
         &self,
         caller: &Caller,
@@ -344,7 +380,7 @@ impl Runs {
             let now_ms = self.core.now_ms();
             let enough = now_ms >= until_ms || self.core.shutdown.is_cancelled();
             // While this process drives the run, it has not ended, and the store need not be read
-            // at each wake-up.
+            // at each wakeup.
             if enough || !self.active_runs.is_active(&caller.project, run_id) {
                 let run = self.find_run(caller, run_id).await?;
                 if enough || run.status.is_terminal() {
@@ -369,7 +405,7 @@ impl Runs {
             let Some(last) = page.last() else { break };
             after = Some((last.project.clone(), last.id.clone()));
             for run in page {
-                self.trees.restore_tree(&run.project, agents::root_of(&run)).await?;
+                self.utp.trees.restore_tree(&run.project, agents::root_of(&run)).await?;
                 if self.active_runs.get(&run.project, &run.id).is_none() {
                     count += 1;
                     drop(self.lock_run(&run.project, &run.id).await?);
@@ -383,9 +419,9 @@ impl Runs {
         Ok(count)
     }
 
-    /// Returns the number of runs that have not ended.
+    /// Returns the number of runs that this process drives, with the conversations in progress.
     pub fn open_run_count(&self) -> usize {
-        self.active_runs.len()
+        self.active_runs.len() + self.active_runs.conversation_count()
     }
 
     /// Returns an error if the engine is draining or has reached its limit of open runs.
@@ -435,7 +471,38 @@ impl Runs {
     }
 }
 
-/// Reopens a run that has ended and resets the usage that counts against its limits.
+/// Adds the conversations in progress that fit the filter to a list of stored runs, in place of the
+/// records of earlier conversations with the same run id. Those up to the id `first_later` belong
+/// to a later page.
+fn add_conversations(
+    runs: &mut Vec<Run>,
+    open: Vec<Run>,
+    filter: &RunFilter,
+    first_later: Option<&str>,
+) {
+    for conversation in open {
+        let stored = runs.iter().position(|run| run.id == conversation.id);
+        if stored.is_some_and(|at| !runs[at].options.is_conversation) {
+            continue;
+        }
+        let created_ms = match stored {
+            Some(at) => runs.remove(at).created_ms,
+            None => conversation.created_ms,
+        };
+        let fits = filter.status.is_none_or(|status| status == conversation.status)
+            && filter.model.as_ref().is_none_or(|model| *model == conversation.model)
+            && filter.since_ms.is_none_or(|since_ms| created_ms >= since_ms)
+            && filter.before.as_ref().is_none_or(|before| conversation.id < *before)
+            && first_later.is_none_or(|later| conversation.id.as_str() > later);
+        if fits {
+            runs.push(Run { created_ms, ..conversation });
+        }
+    }
+    runs.sort_by(|a, b| b.id.cmp(&a.id));
+}
+
+/// Makes a run RUNNING again, also one that has ended, and restarts the usage that counts against
+/// its limits.
 fn reopen_run(run: &mut Run, caller: &Caller) {
     if run.status.is_terminal() {
         run.owner.renew_credential(caller);

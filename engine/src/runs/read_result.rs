@@ -1,6 +1,7 @@
 //! Reads slices of call results, for every caller that may read the call; and the tool
 //! `result.read`, with which a model does the same.
 
+use std::borrow::Cow;
 use std::sync::{Arc, OnceLock, Weak};
 
 use schemars::JsonSchema;
@@ -12,10 +13,11 @@ use crate::domain::call::{Call, Status};
 use crate::domain::caller::{Caller, Role};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::CallId;
-use crate::domain::json::Json;
+use crate::domain::json::{Json, decode_unicode_escapes};
 use crate::domain::tool::{Effect, Risk};
 use crate::ports::fn_tool::{FnTool, ToolContext};
 use crate::registry::catalog::RESULT_READ;
+use crate::registry::name_for_model;
 use crate::results::slice::{
     self, Aggregate, AggregateOperation, RowQuery, Slice, SliceContent, SliceQuery,
 };
@@ -90,11 +92,11 @@ impl CallResults {
         let large = data.text().len() > BLOCKING_READ_BYTES;
         let give = move || {
             let hint = hint.as_deref().unwrap_or(call.args.text());
-            let (call_id, tool) = (&call.id, call.tool_name.as_str());
-            let source =
-                digest::DigestSource { call_id, tool, hint: Some(hint), reader: RESULT_READ };
-            if !tokens::exceeds(data.text(), budget_tokens) {
-                return ResultForModel::Whole { tokens: tokens::count(data.text()), data };
+            let (tool, reader) = (&name_for_model(&call.tool_name), &name_for_model(RESULT_READ));
+            let source = digest::DigestSource { call_id: &call.id, tool, hint: Some(hint), reader };
+            let whole = decode_escapes(&data);
+            if !tokens::exceeds(whole.text(), budget_tokens) {
+                return ResultForModel::Whole { tokens: tokens::count(whole.text()), data: whole };
             }
             let content = mcp_content::read_content(&data);
             if let Some(content) = content
@@ -104,7 +106,7 @@ impl CallResults {
             }
             match digest::digest(&data, budget_tokens, &source) {
                 Some(digest) => ResultForModel::Digest(digest),
-                None => ResultForModel::Whole { tokens: tokens::count(data.text()), data },
+                None => ResultForModel::Whole { tokens: tokens::count(whole.text()), data: whole },
             }
         };
         if !large {
@@ -112,6 +114,14 @@ impl CallResults {
         }
         let giving = tokio::task::spawn_blocking(give).await;
         giving.map_err(|error| Error::Internal(Box::new(error)))
+    }
+}
+
+/// Returns a document in which characters are written as themselves.
+fn decode_escapes(data: &Json) -> Json {
+    match decode_unicode_escapes(data.text()) {
+        Cow::Owned(decoded) => Json::from_stored(&decoded).unwrap_or_else(|_| data.clone()),
+        Cow::Borrowed(_) => data.clone(),
     }
 }
 

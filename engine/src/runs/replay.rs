@@ -60,7 +60,8 @@ impl Runs {
     ) -> Result<(), Error> {
         crate::runs::manage::require_run_access(caller)?;
         self.check_run_capacity()?;
-        self.find_run(caller, run_id).await.map(|_| ())
+        self.find_run(caller, run_id).await?;
+        self.require_no_conversation(caller, run_id)
     }
 
     /// Replays a run against its recording. Nothing is stored or executed.
@@ -92,6 +93,7 @@ impl Runs {
         event_sink: EventSink<'_>,
     ) -> Result<ReplayReport, Error> {
         let run = self.find_run(caller, run_id).await?;
+        self.require_no_conversation(caller, run_id)?;
         let journal = self.streams.journal(caller, run_id).await?;
         let mut recording = Recording::from_journal(&journal, &run.options.limits);
         let initial_messages = std::mem::take(&mut recording.initial_messages);
@@ -166,6 +168,8 @@ impl Runs {
             instructions: profile.instructions,
             model: profile.model,
             tools: profile.tools,
+            tool_mode: profile.tool_mode,
+            pinned_tools: profile.pinned_tools,
             first_message,
         })
     }
@@ -222,8 +226,8 @@ impl Replay {
         }
     }
 
-    /// Compares the pending reply with the recorded one. Returns true if the recording ends here,
-    /// and the handoff that followed.
+    /// Compares the pending reply with the recorded one. Returns true if the recorded reply is
+    /// final or there is none, and the recorded handoff that followed.
     fn compare_reply(&mut self) -> (bool, Option<RecordedHandoff>) {
         let progress = &mut self.conversation.progress;
         let reply = progress.pending_reply.clone().unwrap_or_default();

@@ -34,7 +34,7 @@ use crate::runs::context::{
 /// Number of a run's calls in a context: default and maximum.
 pub const CONTEXT_CALL_LIMITS: (usize, usize) = (50, 200);
 
-/// Interval at which a waiter polls the store when no wake-up arrives.
+/// Interval at which a waiter polls the store when no wakeup arrives.
 const CONTEXT_POLL_MS: u64 = 2_000;
 
 /// The tools that a run presents to its model.
@@ -130,7 +130,8 @@ impl RunContexts {
     }
 
     /// Refreshes a context with its run's new calls and results; its listeners are notified of the
-    /// results. Waits until a result arrives, at most `wait_ms`. Returns the number of new results.
+    /// results. Waits until a result arrives, at most `wait_ms` and the engine's limit. Returns the
+    /// number of new results.
     pub async fn refresh_context(
         &self,
         caller: &Caller,
@@ -182,7 +183,7 @@ impl RunContexts {
     }
 
     /// Checks that this caller may set the tools of a run: they decide what its model is offered.
-    /// Refused if Toolcrib drives the run for another agent.
+    /// Refused if the run acts for another caller.
     async fn check_may_set_tools(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
         let found = self.core.store.runs().run(&caller.project, run_id).await;
         found.map_err(from_store_error)?.map_or(Ok(()), |run| require_run_owner(caller, &run))
@@ -218,7 +219,8 @@ impl RunContexts {
     }
 
     /// Returns the tools that a run presents to its model, sorted by name. For a run that Toolcrib
-    /// drives these are the tools of its agent, within the patterns that the run was started with.
+    /// drives these are the tools that its owner may call, within the selection that was set for it
+    /// or the patterns that it was started with.
     pub(crate) async fn run_tools(
         &self,
         caller: &Caller,
@@ -231,7 +233,8 @@ impl RunContexts {
         let entries = match run.map_err(from_store_error)?.filter(is_readable) {
             Some(run) => {
                 let (set, given) = (set.toolcrib_tools.as_deref(), run.options.offered_tools());
-                // The later choice counts, as in the loop: a handoff came after the tools were set.
+                // The later selection takes precedence, as in the agent loop: a handoff comes after
+                // the tools were set.
                 let names = match run.options.active_agent {
                     None => set.or(given),
                     Some(_) => given.or(set),
@@ -242,7 +245,7 @@ impl RunContexts {
                 let mut entries = self.registry.tools(caller);
                 if let Some(names) = &set.toolcrib_tools {
                     entries.retain(|entry| names.contains(&entry.definition.name));
-                    // No list has it, but the model of this conversation got it.
+                    // No list of tools has `run.finish`, but the model of this conversation has it.
                     if names.iter().any(|name| name == RUN_FINISH) {
                         entries.extend(self.registry.tool(caller, RUN_FINISH));
                     }
@@ -278,7 +281,8 @@ impl RunContexts {
             tools.extend(self.registry.tool(caller, RESULT_READ));
         }
         if !tools.is_empty() {
-            // A run without any tool ends with its answer, and its model may not know tools at all.
+            // A chat completion without tools is a plain request: its model may not know tools, and
+            // `tool_choice` and `response_format` keep their meaning. A stored run always has it.
             tools.extend(self.registry.tool(caller, RUN_FINISH));
         }
         tools

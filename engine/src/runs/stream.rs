@@ -6,14 +6,17 @@ use crate::calls::Calls;
 use crate::domain::access_rules::RuleAction;
 use crate::domain::call::Status;
 use crate::domain::caller::Caller;
-use crate::domain::fault::{Code, Error};
+use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::run::options::RunOptions;
+use crate::domain::run::progress::RunProgress;
 use crate::domain::run::{JournalEntry, Run, RunEvent, dedup_replies};
 use crate::ports::bus::Topic;
 use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::CallFilter;
 use crate::registry::Registry;
-use crate::runs::active::{ActiveRuns, run_not_found};
-use crate::runs::subscribers::RunSubscription;
+use crate::runs::active::{ActiveRuns, OpenConversation, run_not_found};
+use crate::runs::agent_loop::LoopEvent;
+use crate::runs::subscribers::{RunDelta, RunSubscription};
 
 /// The stored events and the live deltas of runs.
 pub struct RunStreams {
@@ -23,20 +26,54 @@ pub struct RunStreams {
     pub(crate) active_runs: Arc<ActiveRuns>,
 }
 
-/// A conversation of OpenAI's API in progress. Its run is active until this is dropped.
+/// A conversation of OpenAI's API in progress. Its run is listed, shown and followed until this is
+/// dropped, which happens after its record is stored.
 pub struct ActiveConversation {
     core: Arc<Core>,
+    registry: Arc<Registry>,
     active_runs: Arc<ActiveRuns>,
     key: (String, String),
+    open: Arc<OpenConversation>,
+}
+
+impl ActiveConversation {
+    /// Publishes an event of the agent loop to those who follow the run.
+    pub fn publish(&self, event: &LoopEvent<'_>) {
+        if let Some(delta) = RunDelta::from_loop_event(event) {
+            self.open.publish(delta);
+        }
+    }
+
+    /// Updates the run as it is shown: after a step, or when another agent continues.
+    pub fn update(&self, progress: &RunProgress, options: &RunOptions) {
+        let now_ms = self.core.wall_ms();
+        self.open.update(|run| {
+            run.progress = progress.clone();
+            run.options.active_agent.clone_from(&options.active_agent);
+            run.updated_ms = now_ms;
+        });
+        self.open.stop_if_switched_off(self.registry.catalog().switches());
+    }
+
+    /// Stops the conversation with this reason.
+    pub fn stop(&self, reason: Fault) {
+        self.open.stop(reason);
+    }
+
+    /// Waits until the conversation is to stop: its run was canceled, or its agent or project is
+    /// switched off. Returns the reason.
+    pub async fn wait_for_stop(&self) -> Error {
+        self.open.wait_for_stop().await.into()
+    }
 }
 
 impl Drop for ActiveConversation {
     fn drop(&mut self) {
         {
             let mut conversations = self.active_runs.conversations.lock();
-            if let Some(count) = conversations.get_mut(&self.key) {
-                *count -= 1;
-                if *count == 0 {
+            if let Some(open) = conversations.get_mut(&self.key) {
+                open.retain(|open| !Arc::ptr_eq(open, &self.open));
+                if open.is_empty() {
                     conversations.remove(&self.key);
                 }
             }
@@ -59,25 +96,56 @@ impl RunStreams {
     /// Returns one run. A run that the caller may not read is answered exactly as one that does not
     /// exist.
     pub(super) async fn find_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
+        // Before the store: a conversation that ends in between has stored its record by then.
+        let open = self.active_runs.conversation(&caller.project, run_id);
         let found = self.core.store.runs().run(&caller.project, run_id).await;
+        let found = match (found.map_err(from_store_error)?, open) {
+            // A run that was started with the run API keeps its own record.
+            (Some(run), _) if !run.options.is_conversation => Some(run),
+            (Some(run), Some(open)) => Some(Run { created_ms: run.created_ms, ..open.run() }),
+            (None, Some(open)) => Some(open.run()),
+            (found, None) => found,
+        };
         let catalog = self.registry.catalog();
         let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
-        let found = found.map_err(from_store_error)?.filter(is_readable);
-        found.ok_or_else(|| run_not_found(run_id))
+        found.filter(is_readable).ok_or_else(|| run_not_found(run_id))
     }
 
-    /// Registers a conversation in progress under its run.
-    pub fn register_conversation(&self, caller: &Caller, run_id: &str) -> ActiveConversation {
-        let key = (caller.project.clone(), run_id.to_owned());
-        *self.active_runs.conversations.lock().entry(key.clone()).or_default() += 1;
-        ActiveConversation { core: self.core.clone(), active_runs: self.active_runs.clone(), key }
+    /// Registers a conversation in progress under the run id of its options.
+    pub fn register_conversation(
+        &self,
+        caller: &Caller,
+        model: &str,
+        options: &RunOptions,
+    ) -> ActiveConversation {
+        let keyed = self.registry.credentials.has_active_key(caller);
+        let run = Run::for_conversation(caller, keyed, model, options, self.core.wall_ms());
+        let key = (run.project.clone(), run.id.clone());
+        let open = OpenConversation::new(run);
+        let mut conversations = self.active_runs.conversations.lock();
+        conversations.entry(key.clone()).or_default().push(open.clone());
+        drop(conversations);
+        ActiveConversation {
+            core: self.core.clone(),
+            registry: self.registry.clone(),
+            active_runs: self.active_runs.clone(),
+            key,
+            open,
+        }
     }
 
     /// Subscribes to the deltas of a run from now on. A run that the caller may not read has none.
     pub async fn subscribe(&self, caller: &Caller, run_id: &str) -> Result<RunSubscription, Error> {
         let is_readable = self.is_run_readable(caller, run_id).await?;
-        let active = self.active_runs.get(&caller.project, run_id).filter(|_| is_readable);
-        Ok(RunSubscription::new(active.map(|active| active.subscribe())))
+        if !is_readable {
+            return Ok(RunSubscription::new(None));
+        }
+        let active = self.active_runs.get(&caller.project, run_id);
+        let open = || Some(self.active_runs.conversation(&caller.project, run_id)?.subscribe());
+        Ok(match active {
+            Some(active) => RunSubscription::new(Some(active.subscribe())),
+            None => RunSubscription::of_conversation(open()),
+        })
     }
 
     async fn is_run_readable(&self, caller: &Caller, run_id: &str) -> Result<bool, Error> {
@@ -142,7 +210,7 @@ impl RunStreams {
             };
             let has_ended = match found {
                 Some(run) => run.status.is_terminal(),
-                // To a caller that may not read a run, it is a run id that groups calls.
+                // There is no such run, or the caller may not read it: the id only groups calls.
                 None => {
                     ends_when_idle && !active_run && self.is_idle(&caller.project, run_id).await?
                 }
@@ -173,8 +241,7 @@ impl RunStreams {
 
     /// Returns whether a run id has neither an open call nor a conversation in progress.
     async fn is_idle(&self, project: &str, run_id: &str) -> Result<bool, Error> {
-        let key = (project.to_owned(), run_id.to_owned());
-        if self.active_runs.conversations.lock().contains_key(&key) {
+        if self.active_runs.conversation(project, run_id).is_some() {
             return Ok(false);
         }
         for status in [Status::Pending, Status::Running] {

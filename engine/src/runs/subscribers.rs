@@ -106,11 +106,22 @@ impl RunDelta {
 /// A subscription to the live deltas of a run.
 pub struct RunSubscription {
     subscriber: Option<Arc<Subscriber>>,
+    is_of_conversation: bool,
 }
 
 impl RunSubscription {
     pub(crate) fn new(subscriber: Option<Arc<Subscriber>>) -> Self {
-        Self { subscriber }
+        Self { subscriber, is_of_conversation: false }
+    }
+
+    pub(crate) fn of_conversation(subscriber: Option<Arc<Subscriber>>) -> Self {
+        Self { is_of_conversation: subscriber.is_some(), subscriber }
+    }
+
+    /// Returns true if the deltas are those of a conversation of OpenAI's API in progress: all of
+    /// them precede the stored events of its run.
+    pub fn is_of_conversation(&self) -> bool {
+        self.is_of_conversation
     }
 
     /// Returns the next delta. Never returns once there are no more: the run's stored events show

@@ -12,7 +12,8 @@ use regex_automata::meta::Regex;
 pub const REQUEST_BYTES: usize = 32 * 1024 * 1024;
 /// Maximum compiled bytes of one form that a tool sends with an elicitation.
 pub const FORM_BYTES: usize = 2 * 1024 * 1024;
-/// Memory for all compiled patterns of one schema together, before the budget of a request.
+/// Maximum memory for all compiled patterns of one schema together. The budget of the request may
+/// allow less.
 const PATTERN_BYTES: usize = 32 * 1024 * 1024;
 /// Maximum memory for one compiled pattern.
 const ONE_PATTERN_BYTES: usize = 4 * 1024 * 1024;
@@ -95,8 +96,8 @@ impl BudgetExceeded {
     }
 }
 
-/// The compiled patterns of one schema, by their text. A pattern that cannot be compiled has no
-/// compiled form.
+/// The compiled patterns of one schema, by their text. A pattern that does not compile within the
+/// limits has the value `None`.
 #[derive(Default)]
 pub(super) struct CompiledPatterns {
     by_text: HashMap<String, Option<Regex>>,
@@ -133,7 +134,8 @@ impl CompiledPatterns {
         budget.charge(cost)
     }
 
-    /// Charges a pattern again: the library compiles the patterns of property names itself.
+    /// Charges a pattern a second time, for `patternProperties`: the `jsonschema` crate compiles
+    /// those patterns itself.
     pub(super) fn charge_again(
         &self,
         text: &str,

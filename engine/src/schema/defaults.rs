@@ -6,15 +6,16 @@
 //!
 //! - to an object that lacks a property whose schema in `properties` has a `default`; never over a
 //!   given value, and `null` is a given value;
-//! - in nested objects, in the items of arrays (`items`, `prefixItems`) and in the values that
-//!   `additionalProperties` describes;
+//! - in nested objects, in the items of arrays (`items`, `prefixItems`, `additionalItems`) and in
+//!   the values that `additionalProperties` describes;
 //! - through `$ref` within the document and through `allOf`, which always apply;
 //! - through `anyOf` and `oneOf` only if exactly one branch accepts the type of the value, as for a
 //!   nullable object. Conditional keywords (`if`, `dependentSchemas`, `not`, `patternProperties`)
 //!   add nothing.
 //!
-//! A default that contradicts its own `type`, `enum` or `const` is ignored. Defaults inside of an
-//! added default are added too, except where a schema would add itself to its own default.
+//! A default that contradicts its own `type`, `enum` or `const` is ignored. An added default gets
+//! its own defaults in turn. If a schema refers to itself, the default that it adds within its own
+//! default is copied unchanged, so that the expansion ends.
 
 use std::borrow::Cow;
 
@@ -26,10 +27,11 @@ use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
 
 /// Maximum number of subschemas visited for one instance.
 const MAX_STEPS: usize = 1_000_000;
-/// Maximum nesting of an instance with its defaults.
+/// Deepest level at which containers get defaults; deeper ones are copied unchanged.
 const MAX_LEVELS: usize = 64;
 
-/// The arguments with their defaults exceed the limit.
+/// The arguments with their defaults exceed the size limit, or finding the defaults takes too
+/// many steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DefaultsTooLarge;
 
@@ -44,7 +46,7 @@ pub(super) fn has_defaults(schema: &Value) -> bool {
     }
 }
 
-/// Returns the instance with its defaults, or `None` if it lacks none.
+/// Returns the instance with the missing defaults added, or `None` if there is nothing to add.
 pub(super) fn add_defaults(
     schema: &Value,
     draft: Draft,
@@ -231,7 +233,7 @@ impl<'s> DefaultsWriter<'s> {
         Ok(all)
     }
 
-    /// Collects a schema with those that apply whenever it does.
+    /// Collects a schema and those that apply whenever it applies: through `allOf` and `$ref`.
     fn collect_unconditional(
         &mut self,
         schema: &'s Value,

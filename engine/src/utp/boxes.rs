@@ -1,9 +1,10 @@
 //! Boxes: ordered sets of cards that give agents their context. A box never changes; a new box
 //! inherits the cards of others.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -25,11 +26,40 @@ const MAX_INHERITED_BOXES: usize = 64;
 
 /// The boxes of a project's cards.
 pub struct Boxes {
-    pub(crate) core: Arc<Core>,
-    pub(crate) cards: Arc<Cards>,
+    core: Arc<Core>,
+    cards: Arc<Cards>,
+    /// Numbers of boxes by project, for projects that created one since the start.
+    counts: Mutex<HashMap<String, BoxCount>>,
+}
+
+/// The number of a project's boxes. It is never too low: boxes that were deleted since the last
+/// count are in it.
+#[derive(Debug, Clone, Copy, Default)]
+struct BoxCount {
+    total: usize,
+    /// Boxes among them that are being stored.
+    in_flight: usize,
+}
+
+/// A box that counts already and is being stored.
+struct BoxReservation<'a> {
+    boxes: &'a Boxes,
+    project: &'a str,
+}
+
+impl Drop for BoxReservation<'_> {
+    fn drop(&mut self) {
+        if let Some(count) = self.boxes.counts.lock().get_mut(self.project) {
+            count.in_flight = count.in_flight.saturating_sub(1);
+        }
+    }
 }
 
 impl Boxes {
+    pub(crate) fn new(core: &Arc<Core>, cards: &Arc<Cards>) -> Self {
+        Self { core: core.clone(), cards: cards.clone(), counts: Mutex::default() }
+    }
+
     /// Creates a box with these cards, after those of the parent boxes. Every card and every parent
     /// must exist in the caller's project.
     pub async fn create_box(
@@ -68,6 +98,7 @@ impl Boxes {
             }
         }
         self.check_total(&caller.project, &card_ids, &parent_ids).await?;
+        let _reservation = self.reserve_box(&caller.project).await?;
         let created_ms = self.core.wall_ms();
         let new = CardBox {
             box_id: self.next_box_id(created_ms),
@@ -79,6 +110,33 @@ impl Boxes {
         };
         self.core.store.agents().put_box(new.clone()).await.map_err(from_store_error)?;
         Ok(new)
+    }
+
+    /// Counts a new box of a project. Refuses it if the project has as many as it may have.
+    async fn reserve_box<'a>(&'a self, project: &'a str) -> Result<BoxReservation<'a>, Error> {
+        let max = self.core.limits.max_boxes_per_project;
+        let reserve = |count: &mut BoxCount| {
+            let fits = count.total < max;
+            count.total += usize::from(fits);
+            count.in_flight += usize::from(fits);
+            fits
+        };
+        let is_reserved = self.counts.lock().get_mut(project).is_some_and(reserve);
+        if !is_reserved {
+            let stored = self.core.store.agents().count_boxes(project).await;
+            let stored = stored.map_err(from_store_error)?;
+            let mut counts = self.counts.lock();
+            let count = counts.entry(project.to_owned()).or_default();
+            count.total = stored + count.in_flight;
+            if !reserve(count) {
+                let message = format!(
+                    "the project has {max} boxes, the maximum (limits.max_boxes_per_project); use \
+                     an existing box, or wait until the retention has deleted old ones"
+                );
+                return Err(Error::refused(Code::PayloadTooLarge, message));
+            }
+        }
+        Ok(BoxReservation { boxes: self, project })
     }
 
     /// Checks the number of cards and of boxes that a new box has with those that it inherits.

@@ -124,10 +124,21 @@ impl Utp {
         if let Some(fault) = self.find_roster_fault(caller, &command) {
             return self.reject(caller, turn, &command, route, fault).await;
         }
+        let is_new = self.find_command_call(project, &command).await?.is_none();
+        // Dropped after the turn is stored with the number of its calls.
+        let _charge = match &turn {
+            Some(turn) if is_new => match self.charge_call(turn).await? {
+                Ok(charge) => charge,
+                Err(fault) => {
+                    return self.reject(caller, Some(turn.clone()), &command, route, fault).await;
+                }
+            },
+            _ => None,
+        };
         let request = command.to_request(&route, turn.as_ref(), args);
         let agent = Caller { agent: command.agent_id.clone(), ..caller.clone() };
         match self.calls.invoke(&agent, request).await {
-            Ok(ticket) => self.follow_command(turn, &command, &route, ticket.call).await,
+            Ok(ticket) => self.follow_command(turn, &command, &route, ticket.call, is_new).await,
             Err(error) if error.code() == Code::IdempotencyMismatch => {
                 let id = &command.tool_call_id;
                 let message = format!("tool_call_id \"{id}\" was used for another call");
@@ -142,17 +153,32 @@ impl Utp {
         }
     }
 
-    /// Records an accepted call as one that the agent waits for.
+    /// Returns the call that a command has made, if it was delivered before.
+    async fn find_command_call(
+        &self,
+        project: &str,
+        command: &InternalCommand,
+    ) -> Result<Option<StepCall>, Error> {
+        let (turn_id, id) = (Some(command.turn_id.as_str()), &command.tool_call_id);
+        let found = self.core.store.utp().step_call(project, turn_id, id).await;
+        found.map_err(from_store_error)
+    }
+
+    /// Records an accepted call as one that the agent waits for. A new call counts against the
+    /// budget of its turn.
     async fn follow_command(
         &self,
         turn: Option<Turn>,
         command: &InternalCommand,
         route: &Route,
         call: Arc<Call>,
+        is_new: bool,
     ) -> Result<CommandReceipt, Error> {
         let step_call = command.step_call(&call.project, route, Some(call.id.to_string()));
         match turn {
-            Some(turn) => self.add_commanded_call(turn, &step_call, call.deadline_ms).await?,
+            Some(turn) => {
+                self.add_commanded_call(turn, &step_call, call.deadline_ms, is_new).await?;
+            }
             None => {
                 let stored = self.core.store.utp().add_step_call(step_call).await;
                 stored.map_err(from_store_error)?;
@@ -224,7 +250,7 @@ impl Utp {
         let delivered = self.core.store.utp().deliver_to_inbox(item, &card_id, wakeup).await;
         delivered.map_err(from_store_error)?;
         if let Some(turn) = turn {
-            self.add_commanded_call(turn, &step_call, self.core.clock.wall_ms()).await?;
+            self.add_commanded_call(turn, &step_call, self.core.clock.wall_ms(), false).await?;
         }
         self.wake_inbox_listeners(project, &route.agent_id, true);
         Ok(CommandReceipt::Rejected { inbox_id, fault })

@@ -110,8 +110,8 @@ impl Delegation {
         })
     }
 
-    /// Checks that there is such an agent, and that the caller may call it. Both are refused in the
-    /// same words, with the agents that the caller may call.
+    /// Checks that there is such an agent, and that the caller may call it. The refusal is the same
+    /// in both cases and lists the agents that the caller may call.
     fn require_callable(&self, caller: &Caller, agent_id: &str) -> Result<(), Fault> {
         let catalog = self.registry.catalog();
         let name = agent_tool_name(agent_id);
@@ -158,7 +158,7 @@ impl Delegation {
             .calls
             .iter()
             .rev()
-            // The same when the call is delivered again.
+            // Later exchanges do not count, so the list is the same if the call is delivered again.
             .filter(|earlier| earlier.completed_ms.is_some_and(|at_ms| at_ms <= call.created_ms))
             .map(|earlier| {
                 let outcome = earlier.outcome.as_ref();
@@ -220,7 +220,12 @@ impl Delegation {
             let run = self.utp.find_calling_run(call).await.map_err(into_fault)?;
             task.receiving_run_id = run.map(|run| run.id);
         }
-        let ticket = self.invoke_agent(call, &task).await.map_err(into_fault)?;
+        // No call was made.
+        let refuse = |error: Error| match into_fault(error) {
+            fault if fault.code == Code::Internal => fault,
+            fault => fault.without_side_effect(),
+        };
+        let ticket = self.invoke_agent(call, &task).await.map_err(refuse)?;
         self.follow_detached(call, &ticket.call).await.map_err(into_fault)?;
         let child = &ticket.call.id;
         Ok(Json::from_value(&json!({
@@ -244,7 +249,7 @@ impl Delegation {
             agent_id: route.agent_id.clone(),
             turn_id: route.turn_id.clone(),
             epoch: route.epoch,
-            // Not the step of the turn, which continues without the outcome.
+            // A step of its own: the step of the turn does not wait for the outcome.
             step_id: format!("{}-detached", route.step_id),
             tool_call_id: route.tool_call_id.clone(),
             tool_name: child.tool_name.clone(),
@@ -290,7 +295,7 @@ impl Delegation {
     }
 
     /// Returns true if a call is that of an agent whose calling run or turn has ended, and which
-    /// does not continue without it. `parents` holds what is known of callers.
+    /// does not continue without it. `parents` caches for each caller if it has ended.
     async fn is_orphaned(
         &self,
         task: &Call,

@@ -17,9 +17,9 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::utp::InboxPutResult;
 use crate::utp::Utp;
 
-/// Interval at which a waiter polls the store when no wake-up arrives.
+/// Interval at which a waiter polls the store when no wakeup arrives.
 const INBOX_POLL_MS: u64 = 2_000;
-/// Time after which an unpublished wake-up is dropped: by then another has been sent.
+/// Time after which an unpublished wakeup is dropped: by then another has been sent.
 const WAKEUP_TTL_MS: u64 = 60_000;
 
 /// Returns the id of a call's outcome in its agent's inbox. It is derived from the call, so that
@@ -47,7 +47,7 @@ pub(crate) fn require_agent(caller: &Caller, agent_id: &str) -> Result<(), Error
 
 impl Utp {
     /// Returns an agent's unacknowledged items, in order. Waits until there is one, at most
-    /// `wait_ms`. Reading removes nothing.
+    /// `wait_ms` and the engine's limit. Reading removes nothing.
     pub async fn inbox(
         &self,
         caller: &Caller,
@@ -92,9 +92,9 @@ impl Utp {
 }
 
 impl Utp {
-    /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn,
-    /// and for a tool service's and detached calls of an agent that is on the roster. The outcome
-    /// of a call that another call joins goes to that call.
+    /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn
+    /// and, if the agent is on the roster, for detached calls and for calls of UTP tools. The
+    /// outcome of a task of a join goes to the joining call and to no inbox.
     pub(crate) fn uses_inbox(&self, call: &Call) -> bool {
         let is_on_roster =
             |agent: &str| self.registry.find_agent_entry(&call.project, agent).is_some();
@@ -105,7 +105,7 @@ impl Utp {
         }
     }
 
-    /// Delivers the outcome of a call that has ended to the inbox. If this fails, the watchdog
+    /// Delivers the outcome of a call that has ended to the inbox. If this fails, the turn watchdog
     /// delivers it later.
     pub(crate) async fn deliver_outcome(&self, call: &Call) {
         if !self.uses_inbox(call) {
@@ -140,7 +140,7 @@ impl Utp {
 
     pub(crate) fn wake_inbox_listeners(&self, project: &str, agent_id: &str, wakes: bool) {
         let (project, agent) = (project.to_owned(), agent_id.to_owned());
-        self.queue_webhook(&project, &agent);
+        self.wakeups.queue(&project, &agent);
         self.core.bus.wake(&Topic::Inbox { project, agent });
         if wakes {
             self.core.bus.wake(&Topic::Outbox);
@@ -177,8 +177,8 @@ impl Utp {
         }
     }
 
-    /// Builds the wake-up message for an inbox item. Returns `None` if the agent has no worker or
-    /// no publisher drains the outbox.
+    /// Builds the wakeup for an inbox item. Returns `None` if the agent has no worker or no
+    /// publisher drains the outbox.
     pub(crate) fn build_wakeup(&self, item: &InboxItem, channel: &str) -> Option<OutboxMessage> {
         let found = self.registry.find_agent_entry(&item.project, &item.agent_id);
         let AgentEntry { worker_target, .. } = found.filter(AgentEntry::is_wakeable)?;

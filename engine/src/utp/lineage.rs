@@ -105,7 +105,7 @@ impl Utp {
         if lineage.parent_id().is_none() && is_worker {
             lineage.ancestors.push(route.agent_id);
         }
-        // The agents above continue without the outcome.
+        // No ancestor waits for a detached call, so the called agent may be one of them.
         if route.is_detached {
             lineage.ancestors.clear();
         }
@@ -119,8 +119,8 @@ impl Utp {
         Ok(turn.map_err(from_store_error)?.filter(|turn| turn.agent_id == route.agent_id))
     }
 
-    /// Returns the run that made a call. The id of the run comes from the request, and only the
-    /// owner of a run may spend its rights and its budget.
+    /// Returns the run that made a call; `None` if the call's caller does not own the run. The
+    /// request chooses the run id, and only the owner of a run may use its rights and its budget.
     pub(crate) async fn find_calling_run(&self, call: &Call) -> Result<Option<Run>, Error> {
         // The id of a call's run may be any text that groups calls.
         if !call.run_id.starts_with(Run::PREFIX) {

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::cards::{RouteLookup, copy_lineage};
 use super::inbox::derive_inbox_id;
@@ -15,7 +15,7 @@ use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::json::Json;
 use crate::domain::tool::Executor;
 use crate::domain::utp::card::{self, Card, TOOL_RESULT};
-use crate::domain::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
+use crate::domain::utp::{AfterExecution, MAX_DEPTH, Route, ToolStatus};
 use crate::lifecycle::{Event, Refusal, RemoteOutcome};
 use crate::ports::core::from_store_error;
 use crate::ports::store::utp::PutCardResult;
@@ -85,77 +85,6 @@ fn reject_report(reason: &'static str, code: Code, message: impl Into<String>) -
         dead_letter_reason: Some(reason),
         error: Fault::new(code, message).without_side_effect().into(),
     }
-}
-
-/// A message that could not be processed.
-#[derive(Debug, Clone, Default)]
-pub struct UnprocessableMessage {
-    /// `report`, `command` or `letter` (a wakeup or an event).
-    pub kind: &'static str,
-    /// One word: `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
-    pub reason: String,
-    /// Description of the problem.
-    pub message: String,
-    /// NATS subject, HTTP path or table row of the message.
-    pub subject: String,
-    /// Headers of the message.
-    pub headers: Map<String, Value>,
-    /// Body of the message; truncated to 256 KiB when it is stored.
-    pub payload: String,
-    /// True if the sender already truncated the message.
-    pub is_truncated: bool,
-}
-
-/// Maximum size of a payload, and of each other part, in a dead letter.
-const MAX_DEAD_LETTER_PAYLOAD: usize = 262_144;
-const MAX_DEAD_LETTER_MESSAGE: usize = 4_096;
-const MAX_DEAD_LETTER_SUBJECT: usize = 1_024;
-const MAX_DEAD_LETTER_REASON: usize = 64;
-const MAX_DEAD_LETTER_HEADERS: usize = 16_384;
-
-/// Reason codes used as metric labels. Senders choose reasons freely, so all others count as
-/// "other".
-const KNOWN_REASONS: [&str; 16] = [
-    "after_execution_mismatch",
-    "malformed",
-    "no_card",
-    "no_stream",
-    "not_served",
-    "orphan",
-    "refused",
-    "too_large",
-    "unknown_command",
-    "unpublishable",
-    "wrong_agent",
-    "wrong_attempt",
-    "wrong_call",
-    "wrong_card",
-    "wrong_epoch",
-    "wrong_turn",
-];
-
-/// Truncates a text to `limit` bytes. Also returns whether anything was cut off.
-fn truncate_text(mut text: String, limit: usize) -> (String, bool) {
-    let cut = text.len() > limit;
-    if cut {
-        let end = (0..=limit).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        text.truncate(end);
-    }
-    (text, cut)
-}
-
-/// Keeps the headers that fit the limit. Also returns whether some were dropped.
-fn limit_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
-    let (count, mut remaining) = (headers.len(), MAX_DEAD_LETTER_HEADERS);
-    let fits = |(name, value): &(String, Value)| {
-        let size = name.len() + value.as_str().map_or_else(|| value.to_string().len(), str::len);
-        let fits = size <= remaining;
-        remaining -= if fits { size } else { 0 };
-        fits
-    };
-    let limited: Map<String, Value> = headers.into_iter().filter(fits).collect();
-    let fewer = limited.len() < count;
-    (limited, fewer)
 }
 
 impl Utp {
@@ -241,72 +170,6 @@ impl Utp {
         copy_lineage(&mut card, call)
             .map_err(|error| ReportRejection { dead_letter_reason: Some("wrong_card"), error })?;
         Ok(card)
-    }
-
-    /// Stores a message that could not be processed as a dead letter.
-    pub async fn dead_letter(
-        &self,
-        project: &str,
-        message: UnprocessableMessage,
-    ) -> Result<DeadLetter, Error> {
-        let now_ms = self.core.clock.wall_ms();
-        let (payload, cut) = truncate_text(message.payload, MAX_DEAD_LETTER_PAYLOAD);
-        let (headers, fewer) = limit_headers(message.headers);
-        let (subject, shorter) = truncate_text(message.subject, MAX_DEAD_LETTER_SUBJECT);
-        let dead_letter = DeadLetter {
-            id: self.core.id_generator.next_id("dl_", now_ms),
-            project: project.to_owned(),
-            kind: message.kind.to_owned(),
-            reason: truncate_text(message.reason, MAX_DEAD_LETTER_REASON).0,
-            message: truncate_text(message.message, MAX_DEAD_LETTER_MESSAGE).0,
-            subject,
-            headers,
-            payload,
-            truncated: message.is_truncated || cut || fewer || shorter,
-            created_ms: now_ms,
-            redriven_ms: None,
-            last_redrive_result: None,
-        };
-        let counted =
-            KNOWN_REASONS.iter().find(|reason| **reason == dead_letter.reason).unwrap_or(&"other");
-        metrics::counter!("toolcrib_dead_letters_total", "reason" => *counted).increment(1);
-        self.core
-            .store
-            .utp()
-            .save_dead_letter(dead_letter.clone())
-            .await
-            .map_err(from_store_error)?;
-        Ok(dead_letter)
-    }
-
-    /// Returns the project's dead letters, newest first.
-    pub async fn dead_letters(
-        &self,
-        caller: &Caller,
-        before: Option<&str>,
-        limit: usize,
-    ) -> Result<Vec<DeadLetter>, Error> {
-        self.registry.require_admin(caller, None)?;
-        let found = self.core.store.utp().dead_letters(&caller.project, before, limit).await;
-        found.map_err(from_store_error)
-    }
-
-    /// Returns one dead letter.
-    pub async fn find_dead_letter(&self, caller: &Caller, id: &str) -> Result<DeadLetter, Error> {
-        self.registry.require_admin(caller, None)?;
-        let found = self.core.store.utp().dead_letter(&caller.project, id).await;
-        found.map_err(from_store_error)?.ok_or_else(|| {
-            let excerpt: String = id.chars().take(80).collect();
-            let hint = "toolcrib utp dead-letters lists them";
-            Error::not_found(format!("there is no dead letter \"{excerpt}\""), hint)
-        })
-    }
-
-    /// Records the result of redriving a dead letter.
-    pub async fn record_redrive(&self, mut message: DeadLetter, result: &str) -> Result<(), Error> {
-        message.redriven_ms = Some(self.core.clock.wall_ms());
-        message.last_redrive_result = Some(result.to_owned());
-        self.core.store.utp().save_dead_letter(message).await.map_err(from_store_error)
     }
 }
 

@@ -30,7 +30,7 @@ pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
 const DEFAULT_LEASE_MS: u64 = 300_000;
 const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
 
-/// Maximum size of a request's id.
+/// Maximum length of a request's id, in bytes.
 const MAX_REQUEST_ID: usize = 128;
 
 /// Maximum number of attempts to save a turn that others change concurrently.
@@ -55,7 +55,7 @@ pub struct TurnLeaseRequest {
     pub context_box_id: Option<String>,
     /// Nesting depth of agents that call agents; below 20.
     pub depth: u32,
-    /// Id of the request, 1 to 128 characters. The same request again returns the same lease.
+    /// Id of the request, 1 to 128 bytes. The same request again returns the same lease.
     pub request_id: Option<String>,
 }
 
@@ -92,9 +92,9 @@ pub struct ResumedTurn {
 pub struct TurnResume {
     /// Epoch of the turn; the request is refused if it is not the current one.
     pub epoch: u64,
-    /// Time to wait for the results, in milliseconds.
+    /// Time to wait for the results, in milliseconds; the engine's limit caps it.
     pub wait_ms: u64,
-    /// Id of the request, 1 to 128 characters. The same request again returns the same results.
+    /// Id of the request, 1 to 128 bytes. The same request again returns the same results.
     pub request_id: Option<String>,
 }
 
@@ -109,6 +109,8 @@ pub struct TurnFinish {
     pub deliverable_card_id: Option<String>,
     /// `success`, `partial` or `failed`. Default: `success`.
     pub status: Option<ToolStatus>,
+    /// Tokens that the model of the worker has used for the turn.
+    pub tokens: Option<u64>,
 }
 
 /// A change that an agent requests for its running turn.
@@ -136,7 +138,8 @@ fn invalid(message: impl Into<String>) -> Error {
 }
 
 impl Utp {
-    /// Leases a turn: a new one, or one whose lease has expired.
+    /// Leases a turn: a new one, one that a call handed to the agent, or one whose lease has
+    /// expired. The same request again renews its lease.
     pub async fn lease_turn(
         &self,
         caller: &Caller,
@@ -441,6 +444,9 @@ impl Utp {
                 let status = finish.status.unwrap_or(ToolStatus::Success);
                 let has_failed = status == ToolStatus::Failed;
                 delegated::set_status(turn, status);
+                if let Some(delegation) = &mut turn.delegation {
+                    delegation.report_tokens(finish.tokens);
+                }
                 let task = TurnCompletion {
                     status: status.as_str().to_owned(),
                     tool_result_card_id: None,
@@ -500,7 +506,8 @@ fn derive_turn_id(project: &str, agent_id: &str, request_id: &str) -> String {
     format!("turn_{}", hex(&Sha256::digest(seed.as_bytes())[..16]))
 }
 
-/// Checks the lineage of a turn. It is copied into headers and commands, so it must be valid there.
+/// Checks the lineage of a turn. Headers and NATS subjects of its commands contain the lineage, so
+/// it must be valid there.
 fn check_lineage(lease_request: &TurnLeaseRequest) -> Result<(), Error> {
     if lease_request.tracestate.as_deref().is_some_and(|state| !trace::is_valid_tracestate(state)) {
         return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
@@ -559,7 +566,7 @@ fn task_from_results(results: &[StepResult]) -> TurnCompletion {
     }
 }
 
-/// Returns the model's ids of the calls whose results are not in yet.
+/// Returns the ids, unique within the turn, of the calls whose results are not in yet.
 fn open_step_call_ids(calls: &[StepCall]) -> Vec<String> {
     let open = calls.iter().filter(|call| call.inbox_id.is_none());
     open.map(|call| call.tool_call_id.clone()).collect()
@@ -593,7 +600,12 @@ impl Utp {
         change.edges.extend(delegated::edge_of(&turn));
         let saved = self.core.store.utp().save_turn(turn.clone(), change).await;
         match saved.map_err(from_store_error)? {
-            SaveResult::Saved => Ok(turn),
+            SaveResult::Saved => {
+                if turn.delegation.is_some() {
+                    self.trees.budgets.update_turn(&turn);
+                }
+                Ok(turn)
+            }
             SaveResult::Conflict => {
                 let message = "another request changed the turn meanwhile; read it again";
                 Err(conflict(&turn, message.to_owned()))
@@ -631,12 +643,14 @@ impl Utp {
 }
 
 impl Utp {
-    /// Adds a call that the agent made by a command to its turn, which then waits for it.
+    /// Adds a call that the agent made by a command to its turn, which then waits for it. A new
+    /// call counts against the budget of the turn.
     pub(crate) async fn add_commanded_call(
         &self,
         turn: Turn,
         step_call: &StepCall,
         deadline_ms: u64,
+        is_new: bool,
     ) -> Result<(), Error> {
         let (project, turn_id) = (turn.project.clone(), turn.turn_id.clone());
         let mut current = turn;
@@ -644,6 +658,9 @@ impl Utp {
             let mut next = bump_version(current);
             if !next.steps.contains(&step_call.step_id) {
                 next.steps.push(step_call.step_id.clone());
+            }
+            if let Some(delegation) = next.delegation.as_mut().filter(|_| is_new) {
+                delegation.used_calls += 1;
             }
             next.step_id = Some(step_call.step_id.clone());
             next.resume_deadline_ms = next.resume_deadline_ms.max(Some(deadline_ms));

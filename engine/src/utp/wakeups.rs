@@ -1,29 +1,36 @@
-//! Wakeups of workers by webhook: agents whose receiver has to be told that an item waits in their
-//! inbox. The inbox is the truth: a wakeup that is lost is repeated while the item is unread.
+//! Wakeups by webhook: tell the receiver of an agent that an item waits in the agent's inbox. The
+//! inbox is the truth: a wakeup that is lost is repeated while the item is unread.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::domain::fault::Error;
 use crate::domain::utp::InboxItem;
-use crate::ports::core::from_store_error;
+use crate::ports::core::{Core, from_store_error};
 use crate::ports::webhook_sender::WakeupMessage;
-use crate::utp::Utp;
+use crate::registry::Registry;
 
 /// A project and an agent.
 type AgentKey = (String, String);
 
 /// The agents that have to be woken by webhook.
-#[derive(Default)]
-pub(crate) struct WakeupQueue {
+pub(crate) struct WebhookWakeups {
+    core: Arc<Core>,
+    registry: Arc<Registry>,
     due: Mutex<HashSet<AgentKey>>,
     signal: Notify,
 }
 
-impl WakeupQueue {
-    /// Returns the agents that are due, and empties the queue. Waits until there is one.
+impl WebhookWakeups {
+    /// Creates an empty queue.
+    pub(crate) fn new(core: Arc<Core>, registry: Arc<Registry>) -> Self {
+        Self { core, registry, due: Mutex::default(), signal: Notify::new() }
+    }
+
+    /// Returns the agents in the queue, and empties it. Waits until there is one.
     pub(crate) async fn take_due(&self) -> Vec<AgentKey> {
         loop {
             let due: Vec<AgentKey> = self.due.lock().drain().collect();
@@ -33,9 +40,7 @@ impl WakeupQueue {
             self.signal.notified().await;
         }
     }
-}
 
-impl Utp {
     /// Returns the URL that receives a webhook when an item waits for an agent.
     fn wakeup_url(&self, project: &str, agent_id: &str) -> Option<String> {
         self.core.webhook_sender.as_ref()?;
@@ -44,23 +49,23 @@ impl Utp {
     }
 
     /// Returns true if an agent of any project is woken by webhook.
-    pub(crate) fn has_wakeup_urls(&self) -> bool {
+    pub(crate) fn has_urls(&self) -> bool {
         let catalog = self.registry.catalog();
         let mut agents = catalog.directory().roster.iter().filter_map(|e| e.definition.as_deref());
         self.core.webhook_sender.is_some() && agents.any(|agent| agent.wakeup_url.is_some())
     }
 
     /// Wakes an agent by webhook, if it has a URL.
-    pub(crate) fn queue_webhook(&self, project: &str, agent_id: &str) {
+    pub(crate) fn queue(&self, project: &str, agent_id: &str) {
         if self.wakeup_url(project, agent_id).is_some() {
-            self.wakeups.due.lock().insert((project.to_owned(), agent_id.to_owned()));
-            self.wakeups.signal.notify_one();
+            self.due.lock().insert((project.to_owned(), agent_id.to_owned()));
+            self.signal.notify_one();
         }
     }
 
-    /// Makes one attempt to wake an agent. Returns true if nothing waits for it, or if its receiver
-    /// was told.
-    pub(crate) async fn send_webhook(&self, project: &str, agent_id: &str) -> Result<bool, Error> {
+    /// Makes one attempt to wake an agent. Returns true if no other attempt is needed: its receiver
+    /// accepted the wakeup, its inbox is empty, or it has no URL.
+    pub(crate) async fn send(&self, project: &str, agent_id: &str) -> Result<bool, Error> {
         let Some(url) = self.wakeup_url(project, agent_id) else { return Ok(true) };
         let Some(sender) = self.core.webhook_sender.clone() else { return Ok(true) };
         let unread = self.core.store.utp().inbox(project, agent_id, 1).await;

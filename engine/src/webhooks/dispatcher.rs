@@ -1,9 +1,9 @@
 //! The webhook dispatcher: finds due deliveries and attempts them.
 //!
-//! The commit that ends a call also makes its delivery due in the store, so a crash between the two
-//! costs only time. An attempt that was in flight when the process died is repeated: a receiver may
-//! be notified twice, but never not at all. Each receiver has a limited number of concurrent
-//! attempts, so deliveries to others do not wait for a slow one.
+//! The commit that ends a call also makes its delivery due in the store, so a crash before the
+//! first attempt costs only time. An attempt that was in flight when the process died is repeated:
+//! a receiver may be notified twice, but misses no notification. Each receiver has a limited number
+//! of concurrent attempts, so deliveries to others do not wait for a slow one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -124,7 +124,7 @@ async fn attempt_delivery(
         ))
     };
     let (stored, call) = match read.await {
-        // Otherwise the delivery was attempted meanwhile, or purged with its call.
+        // Any other version was attempted meanwhile; a missing delivery was purged with its call.
         Ok((Some((stored, _)), Some(call))) if stored.version == delivery.version => {
             (stored, Arc::new(call))
         }

@@ -132,8 +132,8 @@ pub(crate) enum DeliveryAdmission {
     Admitted(DeliverySlot),
     /// The limit of attempts in flight is reached. The end of any attempt wakes the dispatcher.
     AtCapacity,
-    /// This delivery must wait. Either it is in flight or its receiver is at its limit (`None`: a
-    /// wake-up follows), or its receiver is paused until the given time.
+    /// This delivery must wait. Either it is in flight or its receiver is at its limit (`None`: the
+    /// end of an attempt wakes the dispatcher), or its receiver is paused until the given time.
     Deferred(Option<u64>),
 }
 

@@ -103,8 +103,12 @@ async fn all_calls_of_a_reply_are_executed_and_their_results_recorded() {
         conversation.progress.usage.prompt_tokens > 0,
         "estimated when the endpoint reports no usage"
     );
-    let names: Vec<Value> =
-        script.request(0).tools.iter().map(|tool| tool["function"]["name"].clone()).collect();
+    let names: Vec<Value> = script
+        .request(0)
+        .tools
+        .iter()
+        .map(|tool| tool.to_value()["function"]["name"].clone())
+        .collect();
     assert_eq!(names, ["calc__add", "calc__broken"]);
 }
 

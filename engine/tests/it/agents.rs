@@ -189,7 +189,7 @@ async fn the_agents_of_one_reply_work_side_by_side_and_form_a_tree() {
     assert_eq!((tree.run_count, tree.open_count), (4, 0));
     assert_eq!(tree.node.children.len(), 3);
     assert_eq!(tree.node.total.tokens, 30 + 3 * 15);
-    let child = &tree.node.children[0].run;
+    let child = tree.node.children[0].run().unwrap();
     let part = engine.runs().trees().find_tree(&caller(), &child.id).await.unwrap();
     assert_eq!((part.root_run_id.as_str(), part.run_count), (id.as_str(), 1));
 }
@@ -207,7 +207,7 @@ async fn a_child_continues_the_trace_of_its_caller() {
     let id = start_run(&engine, RunRequest { traceparent, ..RunRequest::default() }).await;
     wait_for_end(&engine, &id).await;
     let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
-    let child = tree.node.children[0].run.options.traceparent.clone().unwrap();
+    let child = tree.node.children[0].run().unwrap().options.traceparent.clone().unwrap();
     assert_eq!(child.split('-').nth(1), Some(trace));
 }
 

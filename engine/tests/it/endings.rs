@@ -116,7 +116,7 @@ async fn calls_of_the_caller_beside_a_terminating_result_are_answered() {
     assert_eq!(answer.text, "Closed.");
     let mut messages = conversation.messages.iter();
     let mine = messages.find(|message| message["tool_call_id"] == "c1").unwrap();
-    assert!(mine["content"].as_str().unwrap().contains("desk.close ended the run"), "{mine}");
+    assert!(mine["content"].as_str().unwrap().contains("desk__close ended the run"), "{mine}");
     // The conversation can be continued: every call has its answer.
     conversation.add_user_messages(vec![json!({ "role": "user", "content": "Was it closed?" })]);
     let next = runs.run_agent_loop(&caller(), &script, &options, &mut conversation).await.unwrap();
@@ -300,7 +300,7 @@ async fn a_model_ends_its_run_with_run_finish() {
     assert!(texts.iter().any(|text| text.contains("give the final answer")), "{texts:?}");
     // Runs offer it; lists of tools do not show it.
     let names: Vec<Value> =
-        corrected.tools.iter().map(|tool| tool["function"]["name"].clone()).collect();
+        corrected.tools.iter().map(|tool| tool.to_value()["function"]["name"].clone()).collect();
     assert!(names.contains(&json!("run__finish")), "{names:?}");
     let listed = engine.registry().tools(&caller());
     assert!(listed.iter().all(|entry| entry.definition.name != "run.finish"));
@@ -315,7 +315,7 @@ async fn only_a_stored_run_without_tools_is_offered_run_finish() {
     engine.runs().wait_for_run(&caller(), &started.run.id, 30_000).await.unwrap();
     let offered = script.request(0).tools;
     assert_eq!(offered.len(), 1, "{offered:?}");
-    assert_eq!(offered[0]["function"]["name"], "run__finish");
+    assert_eq!(offered[0].to_value()["function"]["name"], "run__finish");
     // A caller that passes its conversation through gets no tool that it has not requested.
     let options = RunOptions { tools: Some(Vec::new()), ..RunOptions::new("scripted", "r") };
     let mut conversation = Conversation::from_user_text("Hello");

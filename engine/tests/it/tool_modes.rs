@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use toolcrib::domain::agent::{AgentDefinition, AgentProfile};
 use toolcrib::domain::run::RunStatus;
 use toolcrib::domain::run::options::RunOptions;
 use toolcrib::domain::run::progress::Conversation;
-use toolcrib::domain::run::tool_mode::{AgentToolMode, ToolMode, ToolModeSettings};
+use toolcrib::domain::tool::tool_mode::{AgentToolMode, ToolMode, ToolModeSettings};
 use toolcrib::engine::EngineBuilder;
 use toolcrib::ports::model::ModelRequest;
 use toolcrib::results::tokens;
@@ -55,7 +56,7 @@ fn caller() -> Caller {
 }
 
 fn tool_names(request: &ModelRequest) -> Vec<String> {
-    let name = |tool: &Value| tool["function"]["name"].as_str().unwrap().to_owned();
+    let name = |tool: &Json| tool.to_value()["function"]["name"].as_str().unwrap().to_owned();
     request.tools.iter().map(name).collect()
 }
 
@@ -378,7 +379,8 @@ async fn pending_async_calls_are_in_the_prompt_within_a_budget() {
     assert_eq!(agent_loop.context().pending_calls().count(), 50);
     let (first, second) = (script.request(0), script.request(1));
     let description = |request: &ModelRequest, name: &str| {
-        let tool = request.tools.iter().find(|tool| tool["function"]["name"] == name).unwrap();
+        let mut tools = request.tools.iter().map(Json::to_value);
+        let tool = tools.find(|tool| tool["function"]["name"] == name).unwrap();
         tool["function"]["description"].as_str().unwrap().to_owned()
     };
     assert!(description(&first, "job__run").contains("(async"), "the tool is marked");
@@ -423,4 +425,128 @@ async fn a_run_whose_calls_all_failed_is_failed_and_says_so() {
     assert_eq!(run.answer.unwrap().text, "Now it is 42.");
     let last = script.request(3).messages.last().unwrap().clone();
     assert_eq!(last["role"], "user", "{last}");
+}
+
+fn specialist(id: &str) -> AgentDefinition {
+    let instructions = format!("You are {id}. {}", "You know every rule of the house. ".repeat(20));
+    let profile = AgentProfile { instructions, ..AgentProfile::default() };
+    AgentDefinition { agent_id: id.to_owned(), profile, ..AgentDefinition::default() }
+}
+
+#[tokio::test]
+async fn handoffs_to_many_agents_cost_few_tokens_and_are_found_by_search() {
+    let engine = many_tools(Engine::builder()).start().await.unwrap();
+    for n in 0..100 {
+        let agent = specialist(&format!("specialist_{n}"));
+        engine.roster().define_agent(&caller(), agent, None).await.unwrap();
+    }
+    let search = r#"{"query":"transfer_to_specialist_42"}"#;
+    let script = Script::default().calls(&[("c1", "tools__search", search)]).says("Found.");
+    run(&engine, &script, &options()).await;
+    let first = script.request(0);
+    assert_eq!(tool_names(&first), ["tools__search"]);
+    assert!(overhead(&first) <= 1_500, "{}", overhead(&first));
+    let found = tool_names(&script.request(1));
+    assert!(found.contains(&"transfer_to_specialist_42".to_owned()), "{found:?}");
+    let described =
+        script.request(1).tools.iter().map(|tool| tool.text().to_owned()).max_by_key(String::len);
+    assert!(tokens::count(&described.unwrap()) < 250, "a handoff is described in a sentence");
+    // Other searches find no handoffs.
+    let listed = engine.registry().search(&caller(), "specialist_42", 50).await.unwrap();
+    assert!(listed.iter().all(|found| !found.entry.definition.name.starts_with("handoff.")));
+    // Only pinned handoffs are offered beside pinned tools.
+    let tool_mode = Some(ToolMode::Pinned);
+    for (pin, name) in [
+        ("system00.read_file", "system00__read_file"),
+        ("handoff.to_specialist_7", "transfer_to_specialist_7"),
+        ("transfer_to_specialist_7", "transfer_to_specialist_7"),
+    ] {
+        let script = Script::default().says("Hello.");
+        let pinned_tools = Some(vec![pin.to_owned()]);
+        run(&engine, &script, &RunOptions { tool_mode, pinned_tools, ..options() }).await;
+        assert_eq!(tool_names(&script.request(0)), [name]);
+    }
+}
+
+#[tokio::test]
+async fn a_digest_brings_its_reader_to_a_pinned_run() {
+    let dump = FnTool::new("dump.rows", "Dumps", |_: Value| async {
+        let rows: Vec<Value> = (0..5_000).map(|n| json!({ "id": n, "name": "a name" })).collect();
+        Ok::<Value, Fault>(json!(rows))
+    });
+    let builder = Engine::builder().tool(dump.effect(Effect::Read)).with_result_read_tool();
+    let engine = builder.start().await.unwrap();
+    let script = Script::default().calls(&[("c1", "dump__rows", "{}")]).says("Read.");
+    let (tool_mode, pinned_tools) = (Some(ToolMode::Pinned), Some(vec!["dump.rows".to_owned()]));
+    run(&engine, &script, &RunOptions { tool_mode, pinned_tools, ..options() }).await;
+    assert_eq!(tool_names(&script.request(0)), ["dump__rows"]);
+    assert_eq!(tool_names(&script.request(1)), ["dump__rows", "result__read"]);
+}
+
+#[tokio::test]
+async fn the_tool_search_keeps_its_text_while_agents_come() {
+    let engine = many_tools(Engine::builder()).start().await.unwrap();
+    let mut conversation = Conversation::from_user_text("Do it");
+    let mut texts = Vec::new();
+    for n in 0..2 {
+        let script = Script::default().says("Done.");
+        let runs = engine.runs();
+        runs.run_agent_loop(&caller(), &script, &options(), &mut conversation).await.unwrap();
+        texts.push(script.request(0).tools[0].text().to_owned());
+        // The conversation as a restart reads it.
+        let stored = serde_json::to_string(&conversation).unwrap();
+        conversation = serde_json::from_str(&stored).unwrap();
+        let agent = specialist(&format!("late_{n}"));
+        engine.roster().define_agent(&caller(), agent, None).await.unwrap();
+        conversation.add_user_messages(vec![json!({ "role": "user", "content": "And?" })]);
+    }
+    assert!(texts[0].contains("504"), "{}", texts[0]);
+    assert_eq!(texts[0], texts[1]);
+}
+
+#[tokio::test]
+async fn a_defined_agent_has_its_own_mode() {
+    let by_name = AgentToolMode {
+        mode: Some(ToolMode::Pinned),
+        pinned_tools: Some(vec!["calc.add".to_owned()]),
+    };
+    let settings = ToolModeSettings {
+        agents: [("named".to_owned(), by_name)].into(),
+        ..ToolModeSettings::default()
+    };
+    let script = Arc::new(Script::default().says("1").says("2").says("3"));
+    let noop = |name: &str| FnTool::new(name, "Adds", |_: Value| async { Ok::<i64, Fault>(42) });
+    let builder = Engine::builder().models(Arc::new(SingleModel(script.clone())));
+    let builder = builder.tool_modes(settings).tool(noop("calc.add")).tool(noop("calc.sub"));
+    let engine = builder.start().await.unwrap();
+    let mut own = specialist("own");
+    own.profile.tool_mode = Some(ToolMode::Pinned);
+    own.profile.pinned_tools = Some(vec!["calc.sub".to_owned()]);
+    for agent in [specialist("named"), own, specialist("plain")] {
+        engine.roster().define_agent(&caller(), agent, None).await.unwrap();
+    }
+    for (n, id) in ["named", "own", "plain"].into_iter().enumerate() {
+        let args = r#"{"instruction":"x"}"#;
+        let request = toolcrib::CallRequest::new(format!("agent.{id}"), args).unwrap();
+        let ticket = engine.calls().invoke(&caller(), request).await.unwrap();
+        let until = toolcrib::calls::Until::EndedWithin(20_000);
+        engine.calls().wait(&caller(), &ticket.call.id, until).await.unwrap();
+        let names = tool_names(&script.request(n));
+        match id {
+            "named" => assert_eq!(names, ["calc__add"]),
+            "own" => assert_eq!(names, ["calc__sub"]),
+            _ => assert!(names.len() > 2, "{names:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_run_whose_only_call_names_no_tool_is_failed_and_says_so() {
+    let script = Arc::new(Script::default().calls(&[("c1", "nope__none", "{}")]).says("All good!"));
+    let engine = engine_with(script, Vec::new()).await;
+    let id = engine.runs().start_run(&caller(), run_request("Hi")).await.unwrap().run.id;
+    let run = wait_for_run(&engine, &id).await;
+    assert_eq!(run.status, RunStatus::Failed);
+    let text = run.answer.unwrap().text;
+    assert!(text.contains("The only tool call failed: nope__none: TOOL_NOT_FOUND"), "{text}");
 }

@@ -9,7 +9,7 @@ use super::parameters::{ArgumentSchema, parse_style};
 use super::schema::SchemaTranslator;
 use crate::http_operation::{BodyEncoding, FormFieldStyle, RequestBodySpec};
 
-/// In order of preference.
+/// The supported media types, in order of preference.
 const MEDIA_TYPES: [(&str, BodyEncoding); 3] = [
     ("application/json", BodyEncoding::Json),
     ("application/x-www-form-urlencoded", BodyEncoding::Form),

@@ -1,4 +1,4 @@
-//! The parameters of an operation. Each becomes an argument, with a schema and a place in the
+//! The parameters of an operation. Each becomes an argument, with a schema and a location in the
 //! request.
 
 use serde_json::{Map, Value, json};

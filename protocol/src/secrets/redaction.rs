@@ -125,7 +125,7 @@ impl SecretRedactor {
         self.redact_if_present(text).unwrap_or_else(|| text.to_owned())
     }
 
-    /// Redacts secrets in a JSON value: in strings, in names, and in numbers that equal one.
+    /// Redacts secrets in a JSON value: in strings, in names, and in numbers that equal a secret.
     /// Returns whether there were any.
     pub fn redact_json(&self, value: &mut Value) -> bool {
         if self.variants.is_empty() {
@@ -176,7 +176,8 @@ fn inner_base64(secret: &[u8]) -> Vec<Vec<char>> {
     let mut forms = Vec::new();
     for offset in 0..3 {
         let padded = [&[0; 2][..offset], secret].concat();
-        // The first characters hold bits of the bytes before, the last ones of those behind.
+        // The first characters hold bits of the bytes before the secret, the last ones of those
+        // after it.
         let (first, last) = ((offset * 8).div_ceil(6), padded.len() * 8 / 6);
         for text in [STANDARD.encode(&padded), URL_SAFE.encode(&padded)] {
             let form: Vec<char> = text.chars().take(last).skip(first).collect();
@@ -192,7 +193,8 @@ fn inner_base64(secret: &[u8]) -> Vec<Vec<char>> {
 /// between parts is redacted in each of them.
 #[derive(Debug, Default)]
 pub struct StreamRedactor {
-    /// Number of matched characters of each secret that the last part ended within.
+    /// For each form of a secret in which the last part ended: its index in the redactor, and the
+    /// number of matched characters.
     partial: Vec<(usize, usize)>,
 }
 
@@ -239,7 +241,7 @@ impl StreamRedactor {
             if common.len() == rest.len() {
                 continued = continued.max(bytes);
             } else if bytes == part.len() && bytes > 0 {
-                // All of the part is inside of the secret, which goes on in the next one.
+                // The whole part is inside the secret, which continues in the next part.
                 further.push((index, matched + common.len()));
                 continued = continued.max(bytes);
             }

@@ -13,7 +13,7 @@ use async_nats::jetstream::consumer::DeliverPolicy;
 use async_nats::jetstream::consumer::pull::OrderedConfig;
 use async_nats::jetstream::context::{PublishError, PublishErrorKind};
 use async_nats::jetstream::message::PublishMessage;
-use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType};
+use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType, Stream};
 use async_nats::{Client, ConnectOptions, HeaderMap};
 use futures::StreamExt;
 use tokio::sync::Notify;
@@ -33,7 +33,7 @@ pub const DAY: Duration = Duration::from_secs(86_400);
 /// The reason why a message was not published.
 #[derive(Debug, thiserror::Error)]
 pub enum NatsPublishError {
-    /// Permanent while the broker's limit stays the same.
+    /// The message is larger than the broker accepts; a retry fails until that limit changes.
     #[error("it is over the broker's limit for a message (max_payload)")]
     TooLarge,
     /// The streams exist, but none of them takes the subject.
@@ -193,6 +193,30 @@ impl NatsConnection {
         format!("cg_cmd_{}", self.version)
     }
 
+    /// Returns the pattern of the commands to the system whose subjects have no suffix.
+    pub fn short_system_subject(&self) -> String {
+        format!("cg.{}.*.*.cmd.sys.*", self.version)
+    }
+
+    /// Lets an existing stream of commands store those to the system without a suffix as well. A
+    /// stream that cannot be changed stays as it is.
+    async fn add_short_system_subject(&self, stream: &Stream) {
+        let (info, subject) = (stream.cached_info(), self.short_system_subject());
+        if info.config.subjects.contains(&subject) {
+            return;
+        }
+        let mut config = info.config.clone();
+        config.subjects.push(subject);
+        match self.jetstream.update_stream(&config).await {
+            Ok(updated) => tracing::debug!(stream = updated.config.name, "subject added"),
+            Err(error) => tracing::warn!(
+                %error,
+                stream = config.name,
+                "the stream does not store commands to the system without a suffix"
+            ),
+        }
+    }
+
     /// Creates the streams that are missing.
     pub async fn ensure_streams(&self) -> Result<(), NatsPublishError> {
         if self.are_streams_ready.load(Ordering::Acquire) {
@@ -204,10 +228,16 @@ impl NatsConnection {
             (format!("cg_evt_{version}"), format!("cg.{version}.*.*.evt.*.*.>"), 7 * DAY),
         ];
         for (name, subject, max_age) in streams {
-            let stream =
-                self.jetstream.get_or_create_stream(stream_config(name, subject, max_age)).await;
+            let mut config = stream_config(name, subject, max_age);
+            if config.name == self.command_stream() {
+                config.subjects.push(self.short_system_subject());
+            }
+            let stream = self.jetstream.get_or_create_stream(config).await;
             let stream = stream
                 .map_err(|error| NatsPublishError::Retryable(format!("no stream: {error}")))?;
+            if stream.cached_info().config.name == self.command_stream() {
+                self.add_short_system_subject(&stream).await;
+            }
             let config = &stream.cached_info().config;
             if config.name == self.command_stream() {
                 let remembers_ms = config.duplicate_window.as_millis() as u64;

@@ -41,7 +41,7 @@ pub async fn ingest_report(
             payload: String::from_utf8_lossy(incoming.body).into_owned(),
             is_truncated: false,
         };
-        engine.utp().dead_letter(&caller.project, message).await?;
+        engine.utp().dead_letters().save(&caller.project, message).await?;
     }
     Err(error)
 }

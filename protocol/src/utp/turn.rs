@@ -58,6 +58,9 @@ pub struct DispatchBody {
     calls: Vec<StepCallBody>,
     /// Suspend the turn after dispatching. Default: true.
     suspend: Option<bool>,
+    /// Total of the tokens that the worker's model has used for this turn up to now; counts against
+    /// the budget of the turn.
+    tokens: Option<u64>,
 }
 
 /// One call of a step.
@@ -94,6 +97,7 @@ impl DispatchBody {
             step_id: self.step_id,
             calls: calls.collect(),
             suspends_turn: self.suspend.unwrap_or(true),
+            tokens: self.tokens,
         }
     }
 }
@@ -112,6 +116,9 @@ pub struct FinishBody {
     /// `success`, `partial` or `failed`; a turn that failed has its reason as the error. Default:
     /// `success`.
     status: Option<String>,
+    /// Total of the tokens that the worker's model has used for this turn; counts in the budgets
+    /// above the turn.
+    tokens: Option<u64>,
 }
 
 impl FinishBody {
@@ -123,6 +130,7 @@ impl FinishBody {
             reason: self.reason.as_deref().map(truncate_reason),
             deliverable_card_id: self.deliverable_card_id,
             status: self.status.as_deref().map(parse_status).transpose()?,
+            tokens: self.tokens,
         })
     }
 }
@@ -175,6 +183,11 @@ pub fn turn_body(turn: &Turn, calls: &[StepCall]) -> Value {
             "parent_agent_turn_id": delegation.parent_turn_id,
             "instruction_card_id": delegation.instruction_card_id,
             "deadline_at_ms": delegation.deadline_ms,
+            "budget": {
+                "calls": delegation.lineage.calls,
+                "tokens": delegation.lineage.tokens,
+            },
+            "usage": { "calls": delegation.used_calls, "tokens": delegation.used_tokens },
         })),
         "created_at_ms": turn.created_ms,
         "updated_at_ms": turn.updated_ms,

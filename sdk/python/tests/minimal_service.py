@@ -1,5 +1,5 @@
-"""A tool service that uses the parts of the kit: its handler is the skeleton of the guide for tool
-developers. NATS_URL is the URL of NATS."""
+"""A tool service that uses the parts of the package without `Service`: its handler is the example
+in the guide for tool developers. NATS_URL is the URL of NATS."""
 
 import asyncio
 import json

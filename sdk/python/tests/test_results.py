@@ -1,4 +1,4 @@
-"""The result builder and the error forms, without a server."""
+"""Tests of the result builder and of the forms of errors, without a server."""
 
 import asyncio
 import math

@@ -60,6 +60,28 @@ class DeliverableTest(unittest.TestCase):
         self.assertEqual(sent, [("finish", "failed")])
 
 
+class UsageTest(unittest.TestCase):
+    def test_the_tokens_of_a_handler_are_reported(self):
+        async def handler(turn):
+            turn.tokens += 120
+            answer = await turn.call_tool("word_count", text="x")
+            turn.tokens += 30
+            return answer
+
+        worker = RecordingWorker()
+        worker.drive(handler)
+        reported = {operation: body.get("tokens") for operation, body in worker.requests}
+        self.assertEqual((reported["dispatch"], reported["finish"]), (120, 150))
+
+    def test_a_handler_without_a_model_reports_nothing(self):
+        async def handler(turn):
+            return "x"
+
+        worker = RecordingWorker()
+        worker.drive(handler)
+        self.assertNotIn("tokens", worker.requests[-1][1])
+
+
 class WakeupTest(unittest.TestCase):
     def test_a_wakeup_that_is_no_json_does_not_end_the_worker(self):
         class Message:

@@ -67,6 +67,7 @@ pub fn engine_limits(config: &Config) -> EngineLimits {
         max_batch_bytes: limits.max_batch_bytes,
         max_open_runs: limits.max_open_runs,
         max_child_runs: limits.max_child_runs,
+        max_boxes_per_project: limits.max_boxes_per_project,
     }
 }
 

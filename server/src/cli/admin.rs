@@ -1,9 +1,10 @@
 //! `keys`, `tokens`, `allow`, `deny`, `rules`, `limits`, `switch`, `agents`, `audit`: manage
 //! access, permissions and agents.
 //!
-//! Without `--server` the commands work on the data directory, beside a running server or before
-//! its first start; write access to it makes the user the operator. With `--server` they need an
-//! admin key.
+//! Without `--server` the commands work on the data directory, while a server runs or before its
+//! first start; write access to the directory makes the user the operator. With `--server` they
+//! need an admin key. Only `tokens` always uses a server, which makes the session token from the
+//! key of the request.
 
 pub mod agents;
 mod audit;

@@ -3,6 +3,8 @@
 //! The ticket is durable, so a server outage during the wait is no reason to give up: the command
 //! polls until its time is over, and prints how to resume waiting when it stops early.
 
+mod unanswered;
+
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -13,6 +15,7 @@ use super::failure::{CommandFailure, exit};
 use super::input::parse_arguments;
 use super::output::{sanitize_line, str_member};
 use super::{CommandContext, outcome};
+use unanswered::UnansweredRequest;
 
 /// Time to wait for the outcome, unless `--wait` sets it.
 const DEFAULT_WAIT: Duration = Duration::from_secs(60);
@@ -162,29 +165,52 @@ pub async fn run(
 
 /// Submits the call and returns its ticket immediately: with the ticket the call can be found
 /// again, regardless of what happens to the server or to this process. If it is unknown whether the
-/// request arrived, it is sent again; its idempotency key makes both requests one call.
+/// request was accepted, it is sent again; its idempotency key makes both requests one call. If no
+/// answer arrives in time, the same command finds the key again.
 async fn submit_call(
     client: &ApiClient,
     path: &[&str],
     mut body: Value,
     until: Instant,
 ) -> Result<Value, CommandFailure> {
+    let mut unanswered = None;
     if body["idempotency_key"].is_null() {
-        body["idempotency_key"] = format!("cli-{}", ulid::Ulid::generate()).into();
+        let directory = unanswered::state_directory(|name| std::env::var_os(name));
+        let directory = directory.as_deref();
+        let request = UnansweredRequest::find_or_new(directory, client.server(), path, &body);
+        body["idempotency_key"] = request.idempotency_key.as_str().into();
+        unanswered = Some(request);
     }
-    let mut sent = false;
+    // The failure that left the outcome unknown. Later ones only say that the server is away.
+    let mut unknown: Option<CommandFailure> = None;
     loop {
         match client.request_json(ApiRequest::post(path, body.clone()).for_tool_call()).await {
             Err(failure)
-                if (sent || failure.may_have_been_sent) && failure.exit == exit::UNREACHABLE =>
+                if failure.leaves_outcome_unknown()
+                    || unknown.is_some() && failure.exit == exit::UNREACHABLE =>
             {
-                sent = true;
+                let is_recorded = unanswered.as_mut().is_none_or(UnansweredRequest::record);
+                let mut failure = unknown.take().unwrap_or(failure);
                 if Instant::now() >= until {
+                    let key = str_member(&body, "idempotency_key");
+                    let key = match is_recorded {
+                        true => String::new(),
+                        false => format!(" with --idempotency-key {key}"),
+                    };
+                    failure.hint = Some(format!(
+                        "repeat the command{key}: it joins the call if that was accepted"
+                    ));
                     return Err(failure);
                 }
+                unknown = Some(failure);
                 tokio::time::sleep(RETRY_PAUSE).await;
             }
-            other => return other,
+            other => {
+                if let Some(unanswered) = unanswered.filter(|_| other.is_ok()) {
+                    unanswered.remove();
+                }
+                return other;
+            }
         }
     }
 }
@@ -201,7 +227,7 @@ async fn print_ticket(
     context
         .output
         .print_note(&format!("accepted; toolcrib calls get {id} --wait   shows the outcome"));
-    // The call is accepted, so a failure to read it is none of the command.
+    // The call is accepted, so the command does not fail if the call cannot be read.
     let path = ["v1", "tool_calls", id.as_str()];
     if let Ok(call) = client.request_json(ApiRequest::get(&path)).await
         && let Some(detail) = outcome::hold_detail(&call)

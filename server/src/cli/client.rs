@@ -24,7 +24,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum silence of a stream; the server sends heartbeats more often.
 const STREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(90);
-/// Larger than any response under the limits a server is likely to have.
+/// Maximum size of a response: larger than any response under the usual limits of a server.
 const MAX_RESPONSE_BYTES: usize = 256 << 20;
 
 /// A server with the credentials to use there.
@@ -97,7 +97,8 @@ impl<'a> ApiRequest<'a> {
                     | "switches"
                     | "audit"
                     | "sources"
-                    | "agents",
+                    | "agents"
+                    | "approvals",
                 ..
             ]
         )
@@ -313,7 +314,7 @@ impl ApiClient {
     fn url(&self, path: &[&str]) -> Result<Url, CommandFailure> {
         let mut url = self.base.clone();
         for part in path {
-            // These would not name a resource but move to another path.
+            // A URL resolves these parts as another path, so they cannot name a resource.
             if matches!(*part, "" | "." | "..") {
                 return Err(CommandFailure::usage(format!("\"{part}\" is not a name")));
             }

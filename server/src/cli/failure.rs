@@ -32,9 +32,9 @@ pub struct CommandFailure {
     pub hint: Option<String>,
     pub detail: Option<Value>,
     pub retryable: bool,
-    /// The request may have reached the server, so its effect is unknown.
+    /// True if the request may have reached the server, so that its effect is unknown.
     pub may_have_been_sent: bool,
-    /// Nothing is printed: the failure is already reported, or the reader is gone.
+    /// True if nothing is to be printed: the failure is already reported, or the reader is gone.
     pub is_reported: bool,
 }
 
@@ -52,24 +52,31 @@ impl CommandFailure {
         }
     }
 
-    /// The command line is invalid.
+    /// Returns the failure of an invalid command line.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(exit::USAGE, "USAGE", message)
     }
 
-    /// The server does not respond.
+    /// Returns the failure for a server that does not respond.
     pub fn unreachable(message: impl Into<String>) -> Self {
         Self { retryable: true, ..Self::new(exit::UNREACHABLE, "UNREACHABLE", message) }
     }
 
-    /// The user interrupted the command.
+    /// Returns the failure of a command that the user interrupted.
     pub fn interrupted() -> Self {
         Self { is_reported: true, ..Self::new(exit::INTERRUPTED, "INTERRUPTED", "interrupted") }
     }
 
-    /// Ends the command with this exit code; everything is already reported.
+    /// Returns a failure that only sets the exit code, because everything is already reported.
     pub fn already_reported(exit: u8) -> Self {
         Self { is_reported: true, ..Self::new(exit, "FAILED", "") }
+    }
+
+    /// Returns true if the request may have been accepted: its answer was lost, or the server
+    /// itself does not know.
+    pub fn leaves_outcome_unknown(&self) -> bool {
+        self.may_have_been_sent && self.exit == exit::UNREACHABLE
+            || self.code == Code::OutcomeUnknown.as_str()
     }
 
     /// Adds advice on fixing the problem.
@@ -98,7 +105,7 @@ impl fmt::Display for CommandFailure {
     }
 }
 
-/// A closed pipe (`toolcrib calls | head`) is not a failure.
+/// Converts an I/O error. A closed pipe (`toolcrib calls | head`) is not a failure.
 impl From<std::io::Error> for CommandFailure {
     fn from(error: std::io::Error) -> Self {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
@@ -124,7 +131,7 @@ impl From<ConfigError> for CommandFailure {
     }
 }
 
-/// A refusal by the engine when a command uses it directly, not over HTTP.
+/// Converts a refusal by the engine, for a command that uses the engine directly and not over HTTP.
 impl From<toolcrib::Error> for CommandFailure {
     fn from(error: toolcrib::Error) -> Self {
         match error {

@@ -97,7 +97,8 @@ pub async fn run(context: &CommandContext, args: McpArgs) -> Result<(), CommandF
     if let Some(verb) = args.verb {
         return crate::cli::mcp::servers::run(context, verb, &args.storage).await;
     }
-    if args.storage.is_set() && !context.server_from_flag {
+    context.check_one_target(&args.storage)?;
+    if args.storage.is_set() {
         return run_embedded(context, &args).await;
     }
     // Without an explicit choice: the server on this machine if one is running, otherwise the data
@@ -168,8 +169,8 @@ async fn run_embedded(context: &CommandContext, args: &McpArgs) -> Result<(), Co
 }
 
 /// Returns the user's data directory if this directory is not writable: desktop applications start
-/// programs in any directory, often in `/`. Creates the lock file to find out if the directory is
-/// writable. `lookup_env` returns an environment variable.
+/// programs in any directory, often in `/`. Creates the lock file to find out whether the directory
+/// is writable. `lookup_env` returns an environment variable.
 fn fallback_data_dir(
     directory: &Path,
     lookup_env: impl Fn(&str) -> Option<OsString>,

@@ -85,7 +85,7 @@ fn resume_hint(id: &str) -> String {
 
 /// Returns the server's description of what an open call waits for, if there is one.
 pub fn hold_detail(call: &Value) -> Option<String> {
-    call["hold"]["detail"].as_str().map(sanitize_line)
+    call["hold_details"]["message"].as_str().map(sanitize_line)
 }
 
 /// Returns the hint for a call that waits for answers: its questions, and the command that answers
@@ -133,8 +133,8 @@ pub fn print_outcome(
                 None => message,
             };
             let id = str_member(call, "tool_call_id");
-            let hint = if call["hold"]["questions"].is_object() {
-                answer_hint(id, &call["hold"]["questions"])
+            let hint = if call["hold_details"]["questions"].is_object() {
+                answer_hint(id, &call["hold_details"]["questions"])
             } else {
                 resume_hint(id)
             };

@@ -164,7 +164,7 @@ impl Output {
 
 /// Returns the width of the terminal that shows standard output: `COLUMNS`, if it is set, or the
 /// terminal's own. Output to a file or a program has no limit.
-fn terminal_width() -> Option<u16> {
+pub fn terminal_width() -> Option<u16> {
     if !io::stdout().is_terminal() {
         return None;
     }

@@ -177,9 +177,11 @@ async fn connect_or_embed(
     context: &CommandContext,
     args: &RunArgs,
 ) -> Result<RunServer, CommandFailure> {
+    context.check_one_target(&args.storage)?;
     let client = context.client()?;
-    let embeds = args.storage.is_set() && !context.server_from_flag;
-    if !embeds && (context.global.server.is_some() || client.is_toolcrib_alive().await) {
+    if !args.storage.is_set()
+        && (context.global.server.is_some() || client.is_toolcrib_alive().await)
+    {
         return Ok(RunServer { client, embedded: None });
     }
     let config = context.config(Some(&"127.0.0.1:0".to_owned()), &args.storage)?;

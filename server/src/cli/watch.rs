@@ -13,7 +13,9 @@ use toolcrib_protocol::sse::{SseEvent, SseParser};
 use super::CommandContext;
 use super::client::ApiClient;
 use super::failure::{CommandFailure, exit};
-use super::output::{TextStyle, format_clock_time, sanitize_line, str_member, u64_member};
+use super::output::{
+    TextStyle, format_clock_time, sanitize_line, str_member, terminal_width, u64_member,
+};
 
 const INITIAL_BACKOFF: Duration = Duration::from_millis(500);
 const MAX_BACKOFF: Duration = Duration::from_secs(10);
@@ -164,19 +166,48 @@ impl EventWatcher<'_> {
         }
         let kind = str_member(&event, "type");
         let event_name = kind.strip_prefix("tool.call.").unwrap_or(kind);
-        let event_name =
-            output.paint(&format!("{:<10}", sanitize_line(event_name)), event_style(event_name));
+        let style = event_style(event_name);
+        let event_name = format!("{:<10}", sanitize_line(event_name));
         let time = u64_member(&event, "at_ms").map(format_clock_time).unwrap_or_default();
-        let time = output.paint(&time, TextStyle::Dim);
         let id = sanitize_line(str_member(&event, "tool_call_id"));
         let attempt = u64_member(&event, "attempt").unwrap_or_default();
         let tool = sanitize_line(str_member(&event, "tool"));
-        let line = format!(
-            "{time}  {event_name}  {tool:<20}  {id}  attempt {attempt}{}",
-            format_other_fields(&event)
+        let fields = format_other_fields(&event);
+        let head = format!("{time}  {event_name}");
+        let rest = format!("{tool:<20}  {id}  attempt {attempt}{fields}");
+        let lines = wrap_line(&format!("{head}  {rest}"), terminal_width());
+        // The first line begins with the head, which is shorter than every terminal that wraps.
+        let painted = format!(
+            "{}  {}",
+            output.paint(&time, TextStyle::Dim),
+            output.paint(&event_name, style)
         );
-        output.print_line(line.trim_end())
+        match lines.strip_prefix(&head) {
+            Some(rest) => output.print_line(&format!("{painted}{rest}")),
+            None => output.print_line(&lines),
+        }
     }
+}
+
+/// Breaks a line that is too wide for the terminal between two words, so that no id is broken.
+/// The continuation is indented.
+fn wrap_line(line: &str, width: Option<u16>) -> String {
+    const INDENT: &str = "    ";
+    let line = line.trim_end();
+    let width = width.map_or(usize::MAX, usize::from);
+    let (mut text, mut column) = (String::new(), 0);
+    for word in line.split_inclusive(' ') {
+        let word_width = word.trim_end().chars().count();
+        if word_width > 0 && column > INDENT.len() && column + word_width > width {
+            text.truncate(text.trim_end().len());
+            text.push('\n');
+            text.push_str(INDENT);
+            column = INDENT.len();
+        }
+        text.push_str(word);
+        column += word.chars().count();
+    }
+    text
 }
 
 fn is_call_end(message: &SseEvent) -> bool {
@@ -226,6 +257,24 @@ fn format_other_fields(event: &Value) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn a_line_fits_the_terminal_and_keeps_its_ids_whole() {
+        let id = "tc_01M7P1V4D34HE398TZXP761C7H";
+        let line = format!(
+            "12:03:04.123  failed      demo.greet            {id}  attempt 1  \
+             error=TIMEOUT: the call did not end in time  next_ms=5"
+        );
+        assert_eq!(wrap_line(&line, None), line);
+        assert_eq!(wrap_line(&line, Some(200)), line);
+        for width in 40..150 {
+            let wrapped = wrap_line(&line, Some(width));
+            assert!(wrapped.lines().all(|part| part.chars().count() <= usize::from(width)));
+            assert!(wrapped.contains(id), "{width}:\n{wrapped}");
+            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+            assert_eq!(words(&wrapped), words(&line), "{width}:\n{wrapped}");
+        }
+    }
 
     #[test]
     fn an_event_is_printed_as_one_sanitized_line() {

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde_json::Value;
-use toolcrib::domain::agent::AgentDefinition;
 use toolcrib::domain::caller::DEFAULT_PROJECT;
-use toolcrib::registry::parse_agent_definition;
+use toolcrib::registry::{ParsedAgent, parse_agent};
 
 use super::{Config, ConfigError};
 
@@ -44,6 +43,11 @@ struct AgentProfileSettings {
     model: Option<String>,
     /// Names and patterns of its tools.
     tools: Option<Vec<String>>,
+    /// `auto`, `all`, `search` or `pinned`.
+    tool_mode: Option<String>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned`.
+    pinned_tools: Option<Vec<String>>,
     /// Limits of one call.
     limits: Option<AgentLimitSettings>,
     /// Names of the result's fields, or objects.
@@ -73,8 +77,8 @@ impl Config {
     /// # Errors
     ///
     /// Refuses agents that cannot be read, and two with one id.
-    pub fn configured_agents(&self) -> Result<BTreeMap<String, Vec<AgentDefinition>>, ConfigError> {
-        let mut by_project: BTreeMap<String, Vec<AgentDefinition>> = BTreeMap::new();
+    pub fn configured_agents(&self) -> Result<BTreeMap<String, Vec<ParsedAgent>>, ConfigError> {
+        let mut by_project: BTreeMap<String, Vec<ParsedAgent>> = BTreeMap::new();
         for (n, agent) in self.agents.iter().enumerate() {
             let invalid = |reason: String| ConfigError::invalid(&format!("agents.{n}"), reason);
             let mut agent = agent.clone();
@@ -84,16 +88,18 @@ impl Config {
                 Some(Value::String(project)) => project,
                 Some(_) => return Err(invalid("project must be a text".to_owned())),
             };
-            let definition = parse_agent_definition(None, &agent);
-            let definition = definition.map_err(|error| invalid(error.to_string()))?;
-            if let Some((field, problem)) = definition.profile.find_problem() {
+            let parsed = parse_agent(&project, None, &agent);
+            let parsed = parsed.map_err(|error| invalid(error.to_string()))?;
+            if let ParsedAgent::Callable(definition) = &parsed
+                && let Some((field, problem)) = definition.profile.find_problem()
+            {
                 return Err(invalid(format!("profile/{field} {problem}")));
             }
             let agents = by_project.entry(project).or_default();
-            if agents.iter().any(|other| other.agent_id == definition.agent_id) {
-                return Err(invalid(format!("there are two agents \"{}\"", definition.agent_id)));
+            if agents.iter().any(|other| other.agent_id() == parsed.agent_id()) {
+                return Err(invalid(format!("there are two agents \"{}\"", parsed.agent_id())));
             }
-            agents.push(definition);
+            agents.push(parsed);
         }
         Ok(by_project)
     }

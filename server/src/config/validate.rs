@@ -187,6 +187,7 @@ impl Config {
             ("limits.max_batch_bytes", limits.max_batch_bytes),
             ("limits.max_open_runs", limits.max_open_runs),
             ("limits.max_child_runs", limits.max_child_runs),
+            ("limits.max_boxes_per_project", limits.max_boxes_per_project),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
             ("limits.max_streams", limits.max_streams),

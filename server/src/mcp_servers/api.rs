@@ -200,7 +200,7 @@ fn to_source_change(change: ToolChange) -> SourceToolChange {
 
 fn source_not_found(name: &str) -> Error {
     let excerpt: String = name.chars().take(80).collect();
-    Error::refused(Code::NotFound, format!("there is no source \"{excerpt}\""))
+    Error::refused(Code::NotFound, format!("there is no MCP server \"{excerpt}\""))
 }
 
 #[async_trait]

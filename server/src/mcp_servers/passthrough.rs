@@ -1,8 +1,8 @@
 //! Passes resources and prompts of upstreams through to MCP clients, unchanged except that prompts
 //! are named `NAME.prompt`. A caller that may use an upstream's tools by a rule on `NAME.*` may
 //! also read its resources and prompts: rules name a prompt like a tool, and resources as
-//! `NAME.resources`. For rules they are of the source `mcp` and only read. A rule that asks refuses
-//! them, because they cannot wait for a person.
+//! `NAME.resources`. Rules see them as tools of the source `mcp` with the effect `read`. A rule
+//! with the verdict `ask` refuses them, because they cannot wait for a person.
 
 // Logging belongs to the legacy revisions, whose servers still use it.
 #![allow(deprecated)]
@@ -14,11 +14,10 @@ use futures::future::join_all;
 use rmcp::model::{
     CompleteRequestParams, CompleteResult, ErrorCode, GetPromptRequestParams, GetPromptResponse,
     Prompt, ReadResourceRequestParams, ReadResourceResponse, Reference, Resource, ResourceTemplate,
-    SetLevelRequestParams,
 };
 use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleClient, ServiceError};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::broadcast;
 use toolcrib::{Caller, Engine};
 use toolcrib_sources::mcp::{McpSource, UpstreamChange};
@@ -40,7 +39,7 @@ fn may_use(engine: &Engine, caller: &Caller, name: &str) -> bool {
     engine.registry().may_use_passthrough(caller, name) && engine.upstreams().is_on(caller, name)
 }
 
-/// As [`may_use`], for lists: rules can hide a name from them.
+/// Returns true like [`may_use`], for a name in a list: rules can hide a name from lists.
 fn may_list(engine: &Engine, caller: &Caller, name: &str) -> bool {
     engine.registry().may_list_passthrough(caller, name) && engine.upstreams().is_on(caller, name)
 }
@@ -77,8 +76,8 @@ impl UpstreamPassthrough {
         peers
     }
 
-    /// Audits a read of a resource that no upstream has whose resources the caller may read: one
-    /// entry for each upstream that rules withheld.
+    /// Audits a read of a resource that is in none of the upstreams whose resources the caller may
+    /// read: adds one entry for each upstream that the rules withhold from the caller.
     async fn audit_withheld(&self, caller: &Caller, source: Option<&str>) -> Result<(), ErrorData> {
         for upstream in self.resource_peers(caller, source).into_keys() {
             let name = resources_of(&upstream);
@@ -312,22 +311,11 @@ impl PassthroughProvider for UpstreamPassthrough {
     }
 
     async fn set_log_level(&self, caller: &Caller, source: Option<&str>, level: &Value) {
-        let Ok(level) = serde_json::from_value::<SetLevelRequestParams>(json!({ "level": level }))
-        else {
-            return;
-        };
-        let mut peers = self.upstreams.peers(&caller.project);
-        peers.retain(|name, peer| {
-            let info = peer.peer_info();
-            source.is_none_or(|source| source == name)
-                && self.has_source(caller, name)
-                && info.is_some_and(|info| {
-                    info.capabilities.logging.is_some() && info.protocol_version.has_initialize()
-                })
+        let mut names: Vec<String> = self.upstreams.peers(&caller.project).into_keys().collect();
+        names.retain(|name| {
+            source.is_none_or(|source| source == name) && self.has_source(caller, name)
         });
-        let requests = peers.values().map(|peer| with_timeout(peer.set_level(level.clone())));
-        // An upstream that refuses sends its messages as before; each session has its own level.
-        drop(join_all(requests).await);
+        self.upstreams.include_logs(&caller.project, &names, level).await;
     }
 
     fn instructions(&self, caller: &Caller, source: Option<&str>) -> Vec<(String, String)> {
@@ -383,8 +371,8 @@ struct UpstreamChangeStream {
 }
 
 impl UpstreamChangeStream {
-    /// Returns a log message with secrets redacted, and the upstream as its logger, before its own
-    /// one.
+    /// Returns a log message with secrets redacted, and with the upstream's name before that of its
+    /// logger.
     fn log_message(&self, (project, name): &(String, String), message: &Value) -> Value {
         let redacted = self.upstreams.redact(project, name, &message.to_string());
         let mut message: Value = serde_json::from_str(&redacted).unwrap_or_default();

@@ -158,8 +158,8 @@ impl ConnectionHandler {
         self.streams.admit(&method, caller, answer)
     }
 
-    /// Returns whether the connection is a regular one, which a reserved one becomes if another
-    /// connection has ended.
+    /// Returns true if the connection is a regular one. A reserved connection becomes regular if
+    /// another connection has ended.
     fn ensure_regular(&self) -> bool {
         let mut capacity = self.capacity.lock();
         if matches!(*capacity, Some(Capacity::Reserved(_))) {

@@ -1,8 +1,8 @@
-//! A timer for hyper that ends no connection because the process stood still.
+//! A timer for hyper that does not end a connection because the process was paused.
 //!
 //! After a pause of the process (SIGSTOP, a suspended machine) the time limits of idle connections
-//! are over, and hyper looks at the timer before it reads. A request that arrived during the pause
-//! would be answered with a reset connection.
+//! have passed, and hyper checks the timer before it reads. Without this timer, hyper would reset
+//! the connection of a request that arrived during the pause.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};

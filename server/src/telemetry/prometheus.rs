@@ -1,10 +1,12 @@
-//! Metrics that `/metrics` exposes, with their descriptions. Most counters exist from startup, so
-//! that a rate does not miss the first event; `docs/telemetry.md` lists the others.
+//! Metrics that `/metrics` exposes, with their descriptions. Counters whose labels are known exist
+//! from startup, so that a rate does not miss the first event; `docs/telemetry.md` lists the
+//! others.
 
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use toolcrib::utp::DEAD_LETTER_REASONS;
 
 /// Metric names with their descriptions.
 type MetricDescriptions = &'static [(&'static str, &'static str)];
@@ -32,6 +34,9 @@ const COUNTERS: MetricDescriptions = &[
     ("toolcrib_approval_decisions_total", "Approvals that ended, by decision"),
     ("toolcrib_approval_webhooks_total", "Attempts to announce an approval, by result"),
     ("toolcrib_webhook_deliveries_total", "Webhook deliveries, by outcome"),
+    ("toolcrib_agent_wakeup_webhooks_total", "Attempts to wake workers of agents, by result"),
+    ("toolcrib_mcp_event_deliveries_total", "Attempts to deliver MCP events, by result"),
+    ("toolcrib_dead_letters_total", "Messages that could not be processed, by reason"),
     ("toolcrib_bus_reconnects_total", "Reconnections to NATS"),
     ("toolcrib_upstream_calls_total", "Attempts at upstream MCP servers, by outcome"),
     ("toolcrib_upstream_restarts_total", "Reconnections to upstream MCP servers"),
@@ -103,8 +108,54 @@ fn install_recorder() -> Option<PrometheusHandle> {
         metrics::describe_histogram!(*name, *text);
     }
     metrics::gauge!("toolcrib_build_info", "version" => env!("CARGO_PKG_VERSION")).set(1.0);
-    for decision in ["allow", "deny"] {
-        metrics::counter!("toolcrib_policy_decisions_total", "decision" => decision).increment(0);
+    register_counters();
+    Some(handle)
+}
+
+/// Counters with one label whose values are known: name, label, values.
+const LABELED_COUNTERS: [(&str, &str, &[&str]); 15] = [
+    ("toolcrib_policy_decisions_total", "decision", &["allow", "deny", "ask"]),
+    ("toolcrib_switched_off_calls_total", "kind", &["tool", "agent", "source", "project"]),
+    ("toolcrib_late_results_total", "reason", &["ended", "wrong_attempt"]),
+    ("toolcrib_otlp_spans_total", "outcome", &["sent", "failed", "dropped"]),
+    ("toolcrib_runs_total", "status", &["SUCCEEDED", "FAILED", "CANCELED"]),
+    ("toolcrib_model_requests_total", "outcome", &["ok", "again", "failed"]),
+    ("toolcrib_webhook_deliveries_total", "outcome", &["delivered", "failed", "gone"]),
+    ("toolcrib_streams_refused_total", "limit", &["caller", "server"]),
+    ("toolcrib_upstream_calls_total", "outcome", &["ok", "failed", "asked", "task"]),
+    ("toolcrib_rejoined_total", "kind", &["call", "run", "approval"]),
+    (
+        "toolcrib_approval_decisions_total",
+        "decision",
+        &["approved", "rejected", "expired", "superseded", "canceled"],
+    ),
+    ("toolcrib_approval_webhooks_total", "result", &["ok", "failed"]),
+    ("toolcrib_agent_wakeup_webhooks_total", "result", &["ok", "failed"]),
+    ("toolcrib_mcp_event_deliveries_total", "result", &["ok", "failed"]),
+    ("toolcrib_dead_letters_total", "reason", &DEAD_LETTER_REASONS),
+];
+
+const PLAIN_COUNTERS: [&str; 8] = [
+    "toolcrib_approval_requests_total",
+    "toolcrib_bus_reconnects_total",
+    "toolcrib_connections_stalled_total",
+    "toolcrib_idempotent_replays_total",
+    "toolcrib_mcp_resumed_streams_total",
+    "toolcrib_reconciled_calls_total",
+    "toolcrib_sign_in_failures_total",
+    "toolcrib_upstream_restarts_total",
+];
+
+/// Registers the counters whose labels are known, with 0. The engine registers those of calls.
+fn register_counters() {
+    for (name, label, values) in LABELED_COUNTERS {
+        for value in values {
+            metrics::counter!(name, label => *value).increment(0);
+        }
+    }
+    metrics::counter!("toolcrib_dead_letters_total", "reason" => "other").increment(0);
+    for name in PLAIN_COUNTERS {
+        metrics::counter!(name).increment(0);
     }
     for kind in ["agent", "user", "tool", "project"] {
         for limit in ["per_minute", "max_open"] {
@@ -112,41 +163,7 @@ fn install_recorder() -> Option<PrometheusHandle> {
             metrics::counter!("toolcrib_limit_refusals_total", &labels).increment(0);
         }
     }
-    for kind in ["tool", "agent", "source", "project"] {
-        metrics::counter!("toolcrib_switched_off_calls_total", "kind" => kind).increment(0);
-    }
-    for reason in ["ended", "wrong_attempt"] {
-        metrics::counter!("toolcrib_late_results_total", "reason" => reason).increment(0);
-    }
-    for outcome in ["sent", "failed", "dropped"] {
-        metrics::counter!("toolcrib_otlp_spans_total", "outcome" => outcome).increment(0);
-    }
-    for status in ["SUCCEEDED", "FAILED", "CANCELED"] {
-        metrics::counter!("toolcrib_runs_total", "status" => status).increment(0);
-    }
-    for outcome in ["ok", "again", "failed"] {
-        metrics::counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(0);
-    }
-    for outcome in ["delivered", "failed", "gone"] {
-        metrics::counter!("toolcrib_webhook_deliveries_total", "outcome" => outcome).increment(0);
-    }
-    for limit in ["caller", "server"] {
-        metrics::counter!("toolcrib_streams_refused_total", "limit" => limit).increment(0);
-    }
-    metrics::counter!("toolcrib_connections_stalled_total").increment(0);
     metrics::gauge!("toolcrib_streams_open").set(0.0);
-    metrics::counter!("toolcrib_bus_reconnects_total").increment(0);
-    for outcome in ["ok", "failed", "asked", "task"] {
-        metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome).increment(0);
-    }
-    metrics::counter!("toolcrib_upstream_restarts_total").increment(0);
-    metrics::counter!("toolcrib_idempotent_replays_total").increment(0);
-    metrics::counter!("toolcrib_mcp_resumed_streams_total").increment(0);
-    for kind in ["call", "run"] {
-        metrics::counter!("toolcrib_rejoined_total", "kind" => kind).increment(0);
-    }
-    metrics::counter!("toolcrib_reconciled_calls_total").increment(0);
-    Some(handle)
 }
 
 /// Adds recorded samples to their histograms at an interval. The recorder stores each sample until

@@ -158,7 +158,7 @@ pub(super) fn attempt_span(attempted: &EndedAttempt<'_>) -> SpanData {
     let error = attempted.failed;
     attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
     let began_ms = call.attempt_dispatched_ms.or(call.started_ms).unwrap_or(call.created_ms);
-    // An executor elsewhere continues the trace below a client span.
+    // A remote executor continues the trace below a client span.
     let is_builtin = call.target.traits.in_process;
     let kind = if is_builtin { SpanKind::Internal } else { SpanKind::Client };
     let name = format!("attempt {}", call.target.tool);

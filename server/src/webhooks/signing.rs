@@ -21,7 +21,7 @@ const KEY_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SigningKeySource {
     pub variable: Option<String>,
-    /// Takes precedence over the variable.
+    /// A file with the key, which takes precedence over the variable.
     pub file: Option<PathBuf>,
 }
 

@@ -120,6 +120,66 @@ async fn a_run_calls_agents_and_shows_its_tree() {
 }
 
 #[tokio::test]
+async fn a_tree_shows_the_turns_of_workers() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let server = start_with_model(&model, vec![]).await;
+    let api = server.api();
+    api.put("/v1/agents/one", agent("one")).await.is(200);
+    let worker = json!({ "driver": "worker", "worker_target": "w", "profile": {
+        "instructions": "two", "limits": { "calls": 1, "tokens": 900 } } });
+    api.put("/v1/agents/two", worker).await.is(200);
+    let body = json!({ "messages": [{ "role": "user", "content": "go" }] });
+    let run = api.post("/v1/runs", body).await.is(202);
+    let id = run["run_id"].as_str().unwrap();
+    let inbox = api.get("/v1/agents/two/inbox?wait_ms=20000").await.is(200);
+    let payload = &inbox["items"][0]["payload"];
+    let turn_id = payload["agent_turn_id"].as_str().unwrap();
+    let leased = api.post("/v1/agents/two/turns", json!({ "agent_turn_id": turn_id })).await;
+    let leased = leased.is(201);
+    assert_eq!(leased["delegation"]["budget"], json!({ "calls": 1, "tokens": 900 }));
+
+    let call = |id: &str| {
+        json!({ "tool_call_id": id, "tool_name": "calculation.eval",
+            "arguments": { "expression": "6*7" } })
+    };
+    let path = format!("/v1/agents/two/turns/{turn_id}");
+    let step = json!({ "turn_epoch": leased["turn_epoch"], "calls": [call("c1"), call("c2")] });
+    let sent = api.post(&format!("{path}/dispatch"), step).await.is(200);
+    assert_eq!(sent["delegation"]["usage"], json!({ "calls": 1, "tokens": 0 }), "{sent}");
+    let resume = json!({ "turn_epoch": sent["turn_epoch"], "wait_ms": 20_000 });
+    let resumed = api.post(&format!("{path}/resume"), resume).await.is(200);
+    assert_eq!(resumed["results"][0]["status"], "success", "{resumed}");
+    let refused = &resumed["results"][1];
+    assert_eq!(refused["status"], "failed", "{refused}");
+    let message = refused["error"]["message"].as_str().unwrap();
+    assert_eq!(message, "not done: the limit of 1 tool calls is reached");
+
+    let tree = api.get(&format!("/v1/runs/{id}/tree")).await.is(200);
+    let turn_of = |tree: &Value| {
+        let children = tree["children"].as_array().unwrap().clone();
+        children.into_iter().find(|child| child["agent_turn_id"].is_string()).unwrap()
+    };
+    let turn = turn_of(&tree);
+    assert_eq!((&turn["agent_id"], &turn["status"]), (&json!("two"), &json!("running")), "{tree}");
+    assert_eq!(turn["tool_call_id"], payload["call_id"]);
+    assert_eq!(turn["parent_id"], id);
+    let finish = json!({ "turn_epoch": resumed["turn_epoch"], "reason": "ok", "tokens": 70 });
+    let ended = api.post(&format!("{path}/finish"), finish).await.is(200);
+    api.get(&format!("/v1/runs/{id}?wait_ms=20000")).await.is(200);
+    let tree = api.get(&format!("/v1/runs/{id}/tree")).await.is(200);
+    assert_eq!((&tree["run_count"], &tree["turn_count"]), (&json!(2), &json!(1)), "{tree}");
+    let turn = turn_of(&tree);
+    assert_eq!(turn["status"], "finished");
+    assert_eq!(turn["deliverable_card_id"], ended["deliverable_card_id"]);
+    assert_eq!(turn["usage"], json!({ "steps": 0, "calls": 1, "tokens": 70 }));
+    assert!(turn["completed_at_ms"].as_u64() >= turn["created_at_ms"].as_u64(), "{turn}");
+    assert_eq!(tree["total"]["tokens"], 15 * 3 + 70, "{tree}");
+    let (shown, notes) = run_cli(&server, &["runs", "tree", id]).await;
+    assert!(shown.contains(&format!("└─ {turn_id} two (worker) finished")), "{shown}");
+    assert!(notes.contains("2 runs, 1 turn of a worker, 0 open"), "{notes}");
+}
+
+#[tokio::test]
 async fn yaml_and_the_command_line_define_agents_in_versions() {
     let model = ScriptedModel::start_with_script(team).await.unwrap();
     let server = start_with_model(&model, vec![]).await;
@@ -157,6 +217,42 @@ async fn yaml_and_the_command_line_define_agents_in_versions() {
 }
 
 #[tokio::test]
+async fn a_file_means_the_same_over_http_and_in_a_data_directory() {
+    let model = ScriptedModel::start_with_script(team).await.unwrap();
+    let only_woken = json!({ "agent_id": "configured", "worker_target": "w" });
+    let server = start_with_model(&model, vec![only_woken]).await;
+    let configured = server.api().get("/v1/agents/configured").await.is(200);
+    assert_eq!((&configured["tool"], &configured["driver"]), (&json!(null), &json!(null)));
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("agents.yaml");
+    let agents = "agents:\n- agent_id: woken\n  worker_target: w\n  allowed_tools: [calculation.*]\n\
+                  - agent_id: called\n  driver: worker\n  worker_target: w\n";
+    std::fs::write(&file, agents).unwrap();
+    let (file, data) = (file.to_str().unwrap(), directory.path().join("data"));
+    let url = format!("http://{}", server.address);
+    let mut shown = Vec::new();
+    for target in [["--server", url.as_str()], ["--data-dir", data.to_str().unwrap()]] {
+        let run = async |words: &[&str]| {
+            let mut command = std::process::Command::new(crate::support::process::TOOLCRIB);
+            command.args(words).args(target).env_remove("TOOLCRIB_KEY");
+            let ran = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+            let stderr = String::from_utf8(ran.stderr).unwrap();
+            assert!(ran.status.success(), "{stderr}");
+            (String::from_utf8(ran.stdout).unwrap(), stderr)
+        };
+        let (_, notes) = run(&["agents", "apply", file]).await;
+        assert!(notes.contains("agent woken is on the roster: it can be woken"), "{notes}");
+        assert!(notes.contains("agent called is at version 1"), "{notes}");
+        let mut woken: Value =
+            serde_json::from_str(&run(&["agents", "show", "woken"]).await.0).unwrap();
+        woken.as_object_mut().unwrap().remove("updated_at_ms");
+        shown.push(woken);
+    }
+    assert_eq!(shown[0], shown[1]);
+    assert_eq!((&shown[0]["tool"], &shown[0]["worker_target"]), (&json!(null), &json!("w")));
+}
+
+#[tokio::test]
 async fn agents_are_called_under_rules_and_approvals() {
     let model = ScriptedModel::start_with_script(team).await.unwrap();
     let server = start_with_model(&model, vec![]).await;
@@ -169,7 +265,7 @@ async fn agents_are_called_under_rules_and_approvals() {
     let bob = server.keyed("default", "bob", "agent", &["agent.*"]).await;
     let ticket = bob.invoke("agent.one", json!({ "instruction": "x" })).await;
     let held = bob.until_status(&ticket, "PENDING").await;
-    assert_eq!(held["hold"]["reason"], "approval", "{held}");
+    assert_eq!(held["hold"], "approval", "{held}");
     assert_eq!(model.requests().len(), 0, "nothing runs before the approval");
     let approval = held["approval_id"].as_str().unwrap();
     let decision = json!({ "decisions": [{ "approval_id": approval, "verdict": "approve" }] });

@@ -77,7 +77,7 @@ impl Fixture {
     async fn until_hold(&self, id: &str, hold: &str) -> Value {
         until(&format!("{id} to wait for {hold}"), || async {
             let call = self.api.call(id).await;
-            (call["hold"]["reason"] == hold).then_some(call)
+            (call["hold"] == hold).then_some(call)
         })
         .await
     }

@@ -412,3 +412,22 @@ async fn a_rejection_lists_every_invalid_field() {
         (&json!("/v1/nothing"), &json!(null))
     );
 }
+
+/// A path or a query that is not UTF-8 is refused in the format that the route documents.
+#[tokio::test]
+async fn bytes_that_are_not_utf8_are_refused_in_the_documented_format() {
+    let server = Server::start().await;
+    let api = server.api();
+    let reply = api.get("/v1/models/%ff").await;
+    assert_eq!(reply.status, 400, "{}", reply.text);
+    assert_eq!(reply.header("content-type"), Some("application/json"));
+    assert_eq!(reply.body["error"]["message"], "the path is not UTF-8", "{}", reply.text);
+    api.get("/readyz?verbose=%ff").await.refused(400, "BAD_REQUEST");
+    let document = api.get("/openapi.json").await.is(200);
+    for (path, kind) in
+        [("/v1/models/{model}", "application/json"), ("/readyz", "application/problem+json")]
+    {
+        let documented = &document["paths"][path]["get"]["responses"]["400"]["content"];
+        assert!(documented[kind].is_object(), "{path}: {documented}");
+    }
+}

@@ -228,15 +228,16 @@ async fn an_unfinished_entry_is_returned_as_a_ticket() {
     assert!(message["message"].as_str().unwrap().contains("in the background"), "{message}");
     // The second write waits for the first one.
     let id = |n: usize| results[n]["tool_call_id"].as_str().unwrap();
-    let hold = json!({ "reason": "after", "after": id(3) });
-    assert_eq!(api.call(id(4)).await["hold"], hold);
+    let waiting = api.call(id(4)).await;
+    assert_eq!(waiting["hold"], "after");
+    assert_eq!(waiting["hold_details"], json!({ "after": id(3) }));
     assert_eq!(answer["messages"][3]["status"], "pending");
     assert!(
         results[4]["message"].as_str().unwrap().contains("did not start within the wait"),
         "{answer}"
     );
     api.succeed(id(3), json!(1)).await;
-    while api.call(id(4)).await["hold"]["reason"] != "parked" {}
+    while api.call(id(4)).await["hold"] != "parked" {}
     api.succeed(id(4), json!(2)).await;
     assert_eq!(api.finished(id(4)).await["result"], 2);
     // A ticket leads to its result.

@@ -290,3 +290,47 @@ async fn keys_ls_without_keys_says_who_may_do_what() {
     server.evaluated("1+1").await;
     assert_eq!(server.get("/v1/keys").await, reqwest::StatusCode::UNAUTHORIZED);
 }
+
+#[tokio::test]
+async fn a_server_and_a_data_directory_exclude_each_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = format!("127.0.0.1:{}", free_port());
+    for command in [
+        &["mcp", "add", "files", "--", "true"][..],
+        &["mcp", "ls"],
+        &["mcp"],
+        &["run", "Hi"],
+        &["keys", "ls"],
+        &["rules"],
+    ] {
+        for (flag, value) in [("--data-dir", "data"), ("--store", "sqlite:data.db")] {
+            // Before the program that `mcp add` starts.
+            let at = command.iter().position(|word| *word == "--").unwrap_or(command.len());
+            let mut words = vec!["--server", server.as_str()];
+            words.extend(&command[..at]);
+            words.extend([flag, value]);
+            words.extend(&command[at..]);
+            let (code, out, err) = toolcrib(directory.path(), &words).await;
+            assert_eq!(code, Some(2), "{words:?}: {out}{err}");
+            assert!(err.contains(&format!("--server and {flag} exclude each other")), "{err}");
+        }
+    }
+    let left = std::fs::read_dir(directory.path()).unwrap().count();
+    assert_eq!(left, 0, "nothing is created");
+}
+
+#[tokio::test]
+async fn mcp_ls_shows_what_a_running_server_refuses() {
+    let server = Server::ready().await;
+    let directory = tempfile::tempdir().unwrap();
+    let settings = format!("listen = \"127.0.0.1:{}\"", server.port);
+    std::fs::write(directory.path().join("toolcrib.toml"), settings).unwrap();
+    // The server refuses the name of the project, which has nothing to do with the connection.
+    let project = "x".repeat(300);
+    let (code, out, err) =
+        toolcrib(directory.path(), &["mcp", "ls", "--project", project.as_str()]).await;
+    assert_ne!(code, Some(0), "{out}{err}");
+    assert!(!err.contains("no server") && !err.contains("stored configuration"), "{err}");
+    assert!(err.contains("X-Toolcrib-Project must be"), "{err}");
+    assert!(!directory.path().join("toolcrib-data").exists(), "no data directory is created");
+}

@@ -7,7 +7,8 @@ mod misbehaving;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::json;
+use toolcrib::Json;
 use toolcrib::domain::model_reply::ModelReply;
 use toolcrib::ports::model::{Delta, Model, ModelError, ModelRequest};
 use toolcrib_bench::model::ScriptedModel;
@@ -49,9 +50,9 @@ fn prompt() -> ModelRequest {
     }
 }
 
-fn tool(name: &str) -> Value {
-    json!({ "type": "function", "function": { "name": name, "description": "Calculates",
-        "parameters": { "type": "object" } } })
+fn tool(name: &str) -> Json {
+    Json::from_value(&json!({ "type": "function", "function": { "name": name,
+        "description": "Calculates", "parameters": { "type": "object" } } }))
 }
 
 /// Requests a reply and returns it with the deltas that preceded it.

@@ -188,7 +188,7 @@ async fn a_digest_stays_within_its_token_budget() {
         assert_eq!(answer["tokens"], toolcrib::results::tokens::count(text));
         assert!(answer["tokens"].as_u64().unwrap() <= budget, "{answer}");
         if budget >= 64 {
-            assert!(text.contains(&id) && text.contains("result.read"), "{text}");
+            assert!(text.contains(&id) && text.contains("result__read"), "{text}");
         }
     }
     let whole = read(&api, &id, "budget_tokens=100000").await;

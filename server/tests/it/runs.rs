@@ -1,6 +1,7 @@
 //! Runs over HTTP with a scripted model behind its wire format.
 
 mod command;
+mod conversations;
 mod crash;
 mod ending;
 mod faults;

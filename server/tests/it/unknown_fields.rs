@@ -202,3 +202,20 @@ async fn protocols_that_ignore_unknown_fields_still_do() {
     let answer = Mcp::modern(&api).ask("tools/call", params).await.result();
     assert_eq!(answer["structuredContent"]["result"], 6, "{answer}");
 }
+
+#[tokio::test]
+async fn an_entry_of_the_roster_with_an_unknown_field_is_refused() {
+    let server = Server::start().await;
+    let operator = server.operator();
+    for (more, suggestion) in [("x", None), ("allowed_tool", Some("allowed_tools"))] {
+        let mut body = json!({ "worker_target": "w" });
+        body[more] = json!(["a.*"]);
+        let error = operator.put("/v1/agents/ada", body).await.refused(422, "VALIDATION_ERROR");
+        assert_eq!(error["detail"]["problems"][0]["suggestion"], json!(suggestion), "{error}");
+    }
+    operator.get("/v1/agents/ada").await.refused(404, "NOT_FOUND");
+    let body = json!({ "worker_target": "w", "allowed_tools": ["a.*"], "profile": { "any": 1 } });
+    let entry = operator.put("/v1/agents/ada", body).await.is(200);
+    // A response can be sent back.
+    assert_eq!(operator.put("/v1/agents/ada", entry.clone()).await.is(200), entry);
+}

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::CommandFactory;
-use serde_json::Value;
+use serde_json::{Value, json};
 use toolcrib_server::cli::Cli;
 use toolcrib_transport::http::{errors_page, openapi_json};
 
-use crate::support::Server;
+use crate::support::{Api, Server};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -141,6 +141,60 @@ fn every_operation_documents_its_responses() {
     }
 }
 
+/// Clients are generated from the bodies.
+#[test]
+fn every_success_with_a_body_describes_it() {
+    let document: Value = serde_json::from_str(&openapi_json()).unwrap();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for (method, operation) in methods.as_object().unwrap() {
+            for status in ["200", "201", "202"] {
+                let response = &operation["responses"][status];
+                assert!(
+                    response.is_null() || response["content"].is_object(),
+                    "{method} {path}: {status} has no body"
+                );
+            }
+        }
+    }
+    let schemas = &document["components"]["schemas"];
+    assert_eq!(schemas["CallAckBody"]["required"], serde_json::json!(["client_id"]));
+    assert_eq!(schemas["RuleBody"]["required"], serde_json::json!(["verdict"]));
+}
+
+/// Returns the Rust files below a directory.
+fn rust_files(directory: &std::path::Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let files = entries.flat_map(|path| match path.is_dir() {
+        true => rust_files(&path),
+        false => vec![path],
+    });
+    files.filter(|path| path.extension().is_some_and(|ext| ext == "rs")).collect()
+}
+
+/// The generator keeps one of two schemas with the same name, without an error.
+#[test]
+fn no_two_schemas_share_a_name() {
+    let mut seen = std::collections::HashMap::new();
+    for file in ["transport/src", "protocol/src"].iter().flat_map(|at| rust_files(&root().join(at)))
+    {
+        let text = std::fs::read_to_string(&file).unwrap();
+        for derived in text.split("#[derive(").skip(1) {
+            let Some((traits, item)) = derived.split_once(")]") else { continue };
+            if !traits.split(',').any(|name| name.trim() == "ToSchema") {
+                continue;
+            }
+            let item = item.split_once('{').map_or(item, |(head, _)| head);
+            let alias = item.split("schema(as = ").nth(1);
+            let name = alias.or_else(|| item.split("struct ").nth(1));
+            let name = name.or_else(|| item.split("enum ").nth(1)).unwrap();
+            let name: String = name.chars().take_while(|c| c.is_alphanumeric()).collect();
+            let other = seen.insert(name.clone(), file.clone());
+            assert_eq!(other, None, "{name} is also in {}", file.display());
+        }
+    }
+    assert!(seen.len() > 100, "{}", seen.len());
+}
+
 /// Generated clients depend on the location and the required flag of parameters.
 #[test]
 fn every_parameter_has_its_actual_location() {
@@ -248,10 +302,24 @@ async fn health_readiness_and_metrics_are_served() {
     assert!(!metrics.text.contains(&id), "no ids in labels");
 }
 
-/// Returns the operations of the document in its order, with the values of their examples.
-fn documented_examples() -> Vec<(String, String, Option<Value>)> {
-    let text = openapi_json();
-    let document: Value = serde_json::from_str(&text).unwrap();
+/// An operation of the served document, with the values of its examples.
+struct DocumentedExample {
+    method: String,
+    path: String,
+    body: Option<Value>,
+    /// True if the document permits the request without credentials.
+    is_open: bool,
+}
+
+/// Returns true if the document permits an operation without credentials.
+fn needs_no_credentials(document: &Value, operation: &Value) -> bool {
+    let requirements = operation.get("security").unwrap_or(&document["security"]);
+    requirements.as_array().unwrap().iter().any(|one| one.as_object().unwrap().is_empty())
+}
+
+/// Returns the operations of a document that have examples, in its order.
+fn documented_examples(text: &str) -> Vec<DocumentedExample> {
+    let document: Value = serde_json::from_str(text).unwrap();
     let paths = document["paths"].as_object().unwrap();
     let mut order: Vec<&String> = paths.keys().collect();
     order.sort_by_key(|path| text.find(&format!("\n    \"{path}\": {{")).unwrap());
@@ -270,7 +338,9 @@ fn documented_examples() -> Vec<(String, String, Option<Value>)> {
             let is_complete = !filled.contains('{');
             let needs_body = !operation["requestBody"].is_null();
             if is_complete && (filled != *path || needs_body) && needs_body == body.is_some() {
-                found.push((method.to_uppercase(), filled, body));
+                let is_open = needs_no_credentials(&document, operation);
+                let method = method.to_uppercase();
+                found.push(DocumentedExample { method, path: filled, body, is_open });
             }
         }
     }
@@ -280,16 +350,65 @@ fn documented_examples() -> Vec<(String, String, Option<Value>)> {
 #[tokio::test]
 async fn every_example_of_the_docs_succeeds_as_it_is() {
     let server = Server::start().await;
-    let api = server.operator();
-    let examples = documented_examples();
-    assert_eq!(examples[0].1, "/v1/tools/calculation.eval/invoke", "the first one calls a tool");
-    assert!(examples.len() >= 20, "{examples:?}");
-    for (method, path, body) in examples {
-        let request = api.request(method.parse().unwrap(), &path);
-        let reply = match &body {
+    let (anonymous, operator) = (server.api(), server.operator());
+    let served = anonymous.get("/openapi.json").await.text;
+    let mut examples = documented_examples(&served);
+    let first = &examples[0];
+    assert_eq!(first.path, "/v1/tools/calculation.eval/invoke", "the first one calls a tool");
+    assert!(first.is_open, "it needs no credentials");
+    assert!(examples.iter().filter(|example| example.is_open).count() >= 13);
+    // The first key ends the time in which requests need none.
+    examples.sort_by_key(|example| example.path == "/v1/keys");
+    let send = async |api: &Api, example: &DocumentedExample| {
+        let request = api.request(example.method.parse().unwrap(), &example.path);
+        match &example.body {
             Some(body) => api.send(request.json(body)).await,
             None => api.send(request).await,
-        };
-        assert!(reply.status.is_success(), "{method} {path} {body:?}: {}", reply.text);
+        }
+    };
+    for example in &examples {
+        let DocumentedExample { method, path, is_open, .. } = example;
+        let reply = send(&anonymous, example).await;
+        assert_eq!(reply.status.is_success(), *is_open, "{method} {path}: {}", reply.text);
+        if !is_open {
+            assert_eq!(reply.status, 401, "{method} {path}: {}", reply.text);
+            let reply = send(&operator, example).await;
+            assert!(reply.status.is_success(), "{method} {path}: {}", reply.text);
+        }
     }
+}
+
+#[tokio::test]
+async fn the_document_says_which_operations_need_the_operator() {
+    let server = Server::start().await;
+    let api = server.api();
+    let document = api.get("/openapi.json").await.is(200);
+    for scheme in ["key", "operator"] {
+        let declared = &document["components"]["securitySchemes"][scheme];
+        assert_eq!((&declared["type"], &declared["scheme"]), (&json!("http"), &json!("bearer")));
+        assert!(declared["description"].is_string(), "the dialog explains it: {declared}");
+    }
+    let mut refused = 0;
+    for (path, operations) in document["paths"].as_object().unwrap() {
+        for (method, operation) in operations.as_object().unwrap() {
+            // Requests without a body or required parameters that answer at once.
+            let streams = ["/events", "/sse", "/poll"].iter().any(|end| path.ends_with(end));
+            let parameters = operation["parameters"].as_array().into_iter().flatten();
+            let mut queries = parameters.filter(|parameter| parameter["in"] == "query");
+            let needs_more = queries.any(|parameter| parameter["required"] == true)
+                || !operation["requestBody"].is_null();
+            if needs_more || streams || path.starts_with("/oauth") {
+                continue;
+            }
+            let filled = path.replace("{kind}", "tool").replace(['{', '}'], "");
+            let reply =
+                api.send(api.request(method.to_uppercase().parse().unwrap(), &filled)).await;
+            let is_open = needs_no_credentials(&document, operation);
+            assert_eq!(reply.status != 401, is_open, "{method} {path}: {}", reply.text);
+            let description = operation["description"].as_str().unwrap_or_default();
+            assert_eq!(description.contains("operator token"), !is_open, "{method} {path}");
+            refused += usize::from(!is_open);
+        }
+    }
+    assert!(refused >= 20, "{refused}");
 }

@@ -24,8 +24,8 @@ use super::{BuiltinSetupError, DatabaseSettings};
 const MAX_SQL: usize = 100_000;
 /// Maximum number of concurrent queries; further ones wait. Limits memory, threads and connections.
 const MAX_PARALLEL: usize = 8;
-/// Maximum number of concurrent queries of one project, so that its slow queries leave the others
-/// to the remaining projects.
+/// Maximum number of concurrent queries of one project, so that its slow queries leave capacity for
+/// other projects.
 const MAX_PARALLEL_PER_PROJECT: usize = 3;
 
 /// A statement to run.
@@ -121,7 +121,7 @@ pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Built
         .effect(Effect::Read)
         .risk(Risk::Medium)
         .timeout_ms(timeout_ms)
-        // One request may take the whole time; the tool ends it by itself.
+        // One attempt may take the whole time of the call; the tool itself stops a longer query.
         .attempt_timeout_ms(timeout_ms))
 }
 

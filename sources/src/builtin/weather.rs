@@ -99,7 +99,7 @@ pub fn tool(settings: WeatherSettings) -> Result<FnTool, BuiltinSetupError> {
         .effect(Effect::Read)
         .risk(Risk::Low)
         .timeout_ms(timeout_ms)
-        // One request may take the whole time; the tool ends it by itself.
+        // One attempt may take the whole time of the call; the tool itself stops a longer request.
         .attempt_timeout_ms(timeout_ms))
 }
 

@@ -24,13 +24,13 @@ use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::tool::Effect;
 use toolcrib::ports::source::{Attempt, ProgressSink, StartResult};
 
-use super::connection::LiveConnection;
+use super::connection::{LiveConnection, log_messages};
 use super::upstream::in_flight::{CANCEL_TIMEOUT, InFlightRequest, SuspendedRequest};
 use super::upstream::{RunningAttempt, UpstreamServer};
 use crate::mcp::connection::server_requests::{UpstreamCallEvent, UpstreamElicitation};
 use crate::mcp::connection::stateless_call::{StatelessCallClient, StatelessCallResponse};
 
-/// State that one attempt passes to the next, stored in the elicitation's note.
+/// State that one attempt passes to the next, stored as the elicitation's source state.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct McpResumeState {
@@ -202,6 +202,11 @@ impl UpstreamAttempt {
         if let Some(trace) = &attempt.traceparent {
             meta.set_traceparent(trace.to_string());
         }
+        let log_level = log_messages::requested_level(&meta);
+        if let Some(level) = log_level.filter(|_| !live.is_modern) {
+            log_messages::remove_level(&mut meta);
+            live.handler.log_level.include(&live.peer, level).await;
+        }
         options = options.with_meta(meta);
         let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
         // If the upstream can send elicitations mid-call, all requests in flight must be known.
@@ -223,7 +228,8 @@ impl UpstreamAttempt {
         // The channel to the transport was closed, so the request was not sent.
         let handle = sent.map_err(|_| upstream.unavailable_fault())?;
         let (id, token) = (handle.id.clone(), handle.progress_token.clone());
-        let (guard, events) = live.handler.register_call(id, token, self.progress.clone());
+        let (guard, events) =
+            live.handler.register_call(id, token, self.progress.clone(), log_level);
         drop(sending);
         Ok(InFlightRequest {
             handle,
@@ -357,7 +363,8 @@ impl UpstreamAttempt {
                     McpResumeState { needs_url_opened: true, ..McpResumeState::default() }.text();
                 StartResult::NeedsInput(ElicitationRequest { questions, source_state: note })
             }
-            // The tool asked in the middle of its call, which this revision does not have.
+            // The tool sent an elicitation in the middle of its call, which this revision does not
+            // allow.
             Err(ServiceError::McpError(error))
                 if error.code == ErrorCode::INVALID_REQUEST
                     && live.is_modern
@@ -381,7 +388,7 @@ impl UpstreamAttempt {
     }
 }
 
-/// Fills the fields that an accepted form leaves out with the form's defaults.
+/// Fills the fields that an accepted form omits with the form's defaults.
 fn fill_form_defaults(mut answer: Value, elicitation: &Value) -> Value {
     if answer["action"] != "accept" {
         return answer;

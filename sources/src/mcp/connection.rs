@@ -8,6 +8,7 @@ pub(super) mod followed_resources;
 pub(super) mod http_error;
 mod http_post;
 mod late_discovery;
+pub(super) mod log_messages;
 mod message_limit;
 pub(super) mod server_requests;
 pub(super) mod stateless_call;
@@ -74,7 +75,7 @@ pub(super) struct LiveConnection {
     /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
     /// nothing identifies the call.
     pub(super) may_elicit_mid_call: bool,
-    /// `true` if the upstream is spoken to in revision 2026-07-28.
+    /// `true` if Toolcrib uses revision 2026-07-28 with the upstream.
     pub(super) is_modern: bool,
 }
 

@@ -120,7 +120,7 @@ impl Authorizer {
     }
 
     /// Returns the token to send now, after renewing it if it is about to expire. Returns `None` if
-    /// no token is known to be needed.
+    /// no token is known to be needed, or if a person must sign in first.
     pub(super) async fn token(&self) -> Option<Arc<str>> {
         let current = self.current_token.lock().clone();
         match current {
@@ -220,7 +220,8 @@ impl Authorizer {
         Err(AuthorizationError::SignInRequired)
     }
 
-    /// Requests more scopes. Does not repeat scopes that were requested before, which would loop.
+    /// Requests more scopes. Fails if all required scopes were requested before, because another
+    /// request for them would loop.
     async fn step_up(
         &self,
         inner: &mut AuthorizerState,
@@ -263,7 +264,7 @@ impl Authorizer {
         self.sign_in_link.lock().is_some() && self.current_token.lock().is_none()
     }
 
-    /// Returns the error for which there is no token, unless only a sign-in is missing.
+    /// Returns the error that explains why there is no token, unless only a sign-in is missing.
     pub(super) fn problem(&self) -> Option<String> {
         self.last_failure.lock().clone()
     }

@@ -129,7 +129,7 @@ const MAX_TOOLS: usize = 1_000;
 /// Default maximum time for an upstream's first answer.
 const CONNECT_TIMEOUT_MS: u64 = 30_000;
 
-/// First parts of the names of built-in tools: `tools.search`, `call.result`.
+/// First parts of the names of the helper tools: `tools.search`, `call.result`.
 const RESERVED: [&str; 2] = ["tools", "call"];
 
 impl Default for McpServerSettings {

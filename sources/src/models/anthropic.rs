@@ -15,7 +15,8 @@ use crate::models::endpoint_client::{EndpointClient, KeyHeader, ModelEndpoint, R
 /// The version of the API.
 const VERSION: &str = "2023-06-01";
 
-/// The feature of deferred tools and references to them, for endpoints on which it is not general.
+/// The beta feature of deferred tools and references to them, for endpoints on which the feature is
+/// not generally available.
 const TOOL_SEARCH_BETA: &str = "advanced-tool-use-2025-11-20";
 
 /// Default for `max_tokens`, which the API requires.

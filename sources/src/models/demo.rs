@@ -35,13 +35,10 @@ impl Model for DemoModel {
         let since = question.as_ref().map_or(0, |(question_index, _)| question_index + 1);
         let since = &prompt.messages[since..];
         let question_text = question.map(|(_, text)| text).unwrap_or_default();
+        let tools: Vec<Value> = prompt.tools.iter().map(toolcrib::Json::to_value).collect();
         let (text, calls) = match collect_results(since) {
             found if !found.is_empty() => (summarize_results(&found, &question_text), Vec::new()),
-            _ => plan_reply(
-                &question_text,
-                &offered_tool_names(&prompt.tools),
-                prompt.messages.len(),
-            ),
+            _ => plan_reply(&question_text, &offered_tool_names(&tools), prompt.messages.len()),
         };
         for word in text.split_inclusive(' ') {
             listener(Delta::Text(word.to_owned()));
@@ -233,8 +230,9 @@ mod tests {
 
     #[tokio::test]
     async fn the_demo_model_calls_tools_and_then_reports_their_results() {
-        let tools = vec![json!({ "type": "function",
-            "function": { "name": "calculation__eval", "parameters": {} } })];
+        let function = json!({ "name": "calculation__eval", "parameters": {} });
+        let tool = json!({ "type": "function", "function": function });
+        let tools = vec![toolcrib::Json::from_value(&tool)];
         let user = json!({ "role": "user", "content": "12*7 and 1/0" });
         let mut prompt = ModelRequest { messages: vec![user], tools, ..ModelRequest::default() };
         let first = DemoModel.reply(&prompt, &|_| {}).await.unwrap();

@@ -35,10 +35,10 @@ const TRAILING_READ_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelEndpoint {
     pub kind: ModelApi,
-    /// Without a trailing slash.
+    /// The base URL, without a trailing slash.
     pub base_url: String,
     pub key: ApiKeySource,
-    /// Default for requests that set none.
+    /// Default of `max_tokens` for requests that set none.
     pub max_tokens: Option<u32>,
     pub limits: ModelResponseLimits,
     /// True if the endpoint has the API's own search for deferred tools.
@@ -49,7 +49,7 @@ pub struct ModelEndpoint {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiKeySource {
     pub variable: Option<String>,
-    /// Takes precedence over the variable.
+    /// A file with the key, which takes precedence over the variable.
     pub file: Option<PathBuf>,
     /// True if a missing key is an error.
     pub is_required: bool,
@@ -59,7 +59,7 @@ pub struct ApiKeySource {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelResponseLimits {
     pub total: Duration,
-    /// Until the first byte, and between any two chunks.
+    /// Maximum time until the first byte, and between any two chunks.
     pub idle: Duration,
     pub max_bytes: usize,
 }

@@ -39,14 +39,21 @@ impl OpenAiModel {
             body.remove("tool_choice");
             body.remove("parallel_tool_calls");
         } else {
-            body.insert("tools".into(), prompt.tools.clone().into());
+            body.remove("tools");
         }
         body.insert("model".into(), prompt.model.clone().into());
         body.insert("messages".into(), prompt.chat_messages().into());
         body.insert("stream".into(), true.into());
         body.insert("stream_options".into(), json!({ "include_usage": true }));
         body.remove("n");
-        Value::Object(body).to_string().into_bytes()
+        let mut text = Value::Object(body).to_string();
+        if !prompt.tools.is_empty() {
+            // The tools are JSON texts already, which many requests share.
+            let tools: Vec<&str> = prompt.tools.iter().map(|tool| tool.text()).collect();
+            text.truncate(text.len() - 1);
+            text.push_str(&format!(",\"tools\":[{}]}}", tools.join(",")));
+        }
+        text.into_bytes()
     }
 }
 

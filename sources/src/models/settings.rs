@@ -10,7 +10,7 @@ use serde::Deserialize;
 use toolcrib::domain::access_rules::check_pattern;
 use toolcrib::domain::retry::{Backoff, MAX_RETRIES_LIMIT};
 use toolcrib::domain::run::options::ModelRequestPolicy;
-use toolcrib::domain::run::tool_mode::{
+use toolcrib::domain::tool::tool_mode::{
     AgentToolMode, DEFAULT_THRESHOLD_TOKENS, ToolMode, ToolModeSettings,
 };
 use toolcrib_protocol::secrets::SecretReference;

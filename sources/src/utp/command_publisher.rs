@@ -1,7 +1,7 @@
 //! Publishes commands to the broker. One task publishes all queued commands and receives the
 //! acknowledgements. It publishes a command again until the broker acknowledges it or the call has
-//! ended. The broker drops duplicates that it remembers; a command that it may have forgotten is
-//! searched in the stream first.
+//! ended. The broker drops duplicates that it remembers. Before the task publishes a command again
+//! that the broker may have forgotten, it searches the stream for the command.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -231,8 +231,8 @@ impl CommandPublisher {
         }
     }
 
-    /// Returns `true` if queued commands can be sent: none is awaited, or there are enough for a
-    /// batch.
+    /// Returns `true` if queued commands can be sent: fewer than the maximum are in flight, and
+    /// they wait for no acknowledgement or are enough for a batch.
     fn can_publish(&self, queued: usize) -> bool {
         let has_capacity = self.in_flight.len() < MAX_IN_FLIGHT;
         has_capacity && (self.batch_window.is_none() || queued >= BATCH_SIZE)

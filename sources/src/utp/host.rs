@@ -60,7 +60,7 @@ use crate::utp::host::server_reachability::ServerReachability;
 const ACK_WAIT: Duration = Duration::from_secs(30);
 /// Delay before the broker redelivers a command that could not be answered.
 const REDELIVERY_DELAY: Duration = Duration::from_secs(2);
-/// Duration below which a tool finishes without an announcement that its call was taken.
+/// Duration below which a tool finishes without an acknowledgement of its call to the server.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(20);
 /// Time the broker holds a pull request for commands.
 const PULL_EXPIRY: Duration = Duration::from_secs(5);
@@ -481,8 +481,8 @@ impl CommandHandler {
         }
     }
 
-    /// Runs the tool, and announces after a delay that the call was taken. The server learns that
-    /// from the request for the call's card, so for a slow tool the card is requested while the
+    /// Runs the tool, and after a delay acknowledges the call to the server. A request for the
+    /// call's card is the acknowledgement, so for a slow tool the host requests the card while the
     /// tool runs.
     async fn run_and_announce<T>(
         &self,

@@ -1,4 +1,4 @@
-//! Credentials that the issuers of upstreams have granted, in PostgreSQL.
+//! Stores the OAuth credentials of upstreams in PostgreSQL.
 
 use async_trait::async_trait;
 use toolcrib::ports::store::StoreError;

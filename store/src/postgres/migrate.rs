@@ -26,7 +26,7 @@ const AUDIT_CHAIN: &str = include_str!("../../migrations/postgres/0008_audit_cha
 /// The schema version that this program writes.
 const POSTGRES_SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;
 
-/// The number of this lock differs from that of the writer lease.
+/// Begins a migration under a lock, whose number differs from that of the writer lease.
 const BEGIN_MIGRATION_SQL: &str = "BEGIN; SELECT pg_advisory_xact_lock(1413697091); \
      SET LOCAL client_min_messages = warning; CREATE SCHEMA IF NOT EXISTS toolcrib; \
      CREATE TABLE IF NOT EXISTS toolcrib.schema_version (version BIGINT PRIMARY KEY)";

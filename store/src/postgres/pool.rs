@@ -9,8 +9,9 @@ use toolcrib::ports::store::StoreError;
 
 use crate::postgres::session::{Connector, Session, SessionError};
 
-/// Maximum number of sessions in use at once, and of idle sessions that the pool retains.
+/// Maximum number of sessions in use at once.
 const MAX_ACTIVE_SESSIONS: usize = 8;
+/// Maximum number of idle sessions that the pool retains.
 const MAX_IDLE_SESSIONS: usize = 4;
 
 /// A pool of read sessions.
@@ -24,7 +25,7 @@ pub(super) struct SessionPool {
 pub(super) struct PooledSession {
     session: Arc<Session>,
     idle: Arc<Mutex<Vec<Arc<Session>>>>,
-    /// The session is inside a transaction and must not return to the pool.
+    /// True if the session is inside a transaction and must not return to the pool.
     in_transaction: bool,
     _permit: OwnedSemaphorePermit,
 }

@@ -113,8 +113,8 @@ async fn list_runs(session: &Session, filter: &RunFilter) -> Result<Vec<Run>, Se
     let sql = "SELECT body FROM loops WHERE project = $1 AND run_id < $2 \
                AND ($3::text IS NULL OR status = $3) AND ($4::text IS NULL OR model = $4) \
                AND created_ms >= $5 ORDER BY run_id DESC LIMIT $6";
-    // Every id sorts before this.
-    let before = filter.before.as_deref().unwrap_or("s");
+    // Every id sorts before this: callers name the runs of their conversations as they like.
+    let before = filter.before.as_deref().unwrap_or("\u{10FFFF}");
     let since_ms = i64::try_from(filter.since_ms.unwrap_or(0)).unwrap_or(i64::MAX);
     let status = filter.status.map(|status| status.as_str());
     let limit = limit_param(filter.limit);

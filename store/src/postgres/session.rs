@@ -79,8 +79,8 @@ const BAD_URL: &str = "not a PostgreSQL URL: write postgres://user:password@host
 const NO_TLS: &str = "sslmode=require is not supported: connect through a tunnel, or leave it out \
      on a network you trust";
 
-/// Toolcrib's tables are found without their schema name, and an acknowledged commit is durable
-/// regardless of the server's own settings.
+/// Sets up a session: Toolcrib's tables are found without their schema name, and an acknowledged
+/// commit is durable regardless of the settings of the PostgreSQL server.
 const SESSION_SETUP_SQL: &str = "SET search_path TO toolcrib, pg_catalog; \
      SET tcp_keepalives_idle = 15; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; \
      SELECT set_config('synchronous_commit', 'on', false) \
@@ -220,7 +220,7 @@ fn is_io_error(error: &tokio_postgres::Error) -> bool {
     source.is_some_and(|source| source.is::<std::io::Error>())
 }
 
-/// Returns the message of PostgreSQL or of the network. Leaves out the details of a database error,
+/// Returns the message of PostgreSQL or of the network. Omits the details of a database error,
 /// which can contain data.
 pub(super) fn error_message(error: &tokio_postgres::Error) -> String {
     if let Some(refusal) = error.as_db_error() {

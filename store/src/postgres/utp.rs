@@ -113,6 +113,21 @@ impl UtpStore for PostgresStore {
         Ok(self.query_bodies(sql, &[&project, &turn_id]).await?.pop())
     }
 
+    async fn tree_turns(
+        &self,
+        project: &str,
+        root_id: &str,
+        after: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<Turn>, StoreError> {
+        let sql = "SELECT t.body FROM run_tree r JOIN turns t \
+                   ON t.project = r.project AND t.turn_id = r.run_id \
+                   WHERE r.project = $1 AND r.root_run_id = $2 AND r.run_id > $3 \
+                   ORDER BY r.run_id LIMIT $4";
+        let after = after.unwrap_or_default();
+        self.query_bodies(sql, &[&project, &root_id, &after, &limit_param(limit)]).await
+    }
+
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
         self.write((turn, change), |writer, input| Box::pin(turns::save_turn(writer, input))).await
     }

@@ -3,10 +3,11 @@
 //!
 //! New calls and updates of calls are pipelined: none waits for the response to another. Each
 //! transaction also increments a counter in the row of `writer`. After a lost connection the writer
-//! reconnects and reads that counter, which shows if its last transaction was committed; it then
-//! either reports success or runs the transaction again. A change that was stored is therefore
-//! never reported as lost. Callers in the transaction wait until its fate is known; changes sent
-//! meanwhile are refused.
+//! reconnects and reads that counter, which shows whether its last transaction was committed; it
+//! then either reports success or runs the transaction again. A change that was stored is therefore
+//! never reported as lost. If the counter cannot tell, because another server has taken over the
+//! database or this process has no lease, the writer reports that the outcome is unknown. Callers
+//! in the transaction wait until its fate is known; changes sent meanwhile are refused.
 //!
 //! When PostgreSQL rejects a transaction, the writer runs each of its changes separately, so that
 //! one invalid change does not fail the others.
@@ -196,7 +197,7 @@ impl WriterTask {
         Ok(())
     }
 
-    /// Determines if the transaction in flight was committed before the connection was lost.
+    /// Determines whether the transaction in flight was committed before the connection was lost.
     async fn resolve_commit_fate(&mut self) -> CommitFate {
         // The connection may only appear lost from this side: nothing more must happen on it.
         self.connection.session.abort();

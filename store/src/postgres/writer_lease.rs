@@ -1,5 +1,5 @@
 //! One server per database: an advisory lock that lives as long as the writer's connection, and a
-//! generation that shows if another server has held the lock in between.
+//! generation that shows whether another server has held the lock in between.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use super::OpenError;
 use crate::postgres::session::{Session, SessionError};
 use crate::row::RowReader;
 
-/// "TCRB", like the `application_id` of Toolcrib's SQLite files.
+/// The key of the advisory lock: "TCRB", like the `application_id` of Toolcrib's SQLite files.
 const ADVISORY_LOCK_KEY: i64 = 0x5443_5242;
-/// A new server retries because the connection of a server that has just exited may outlive it for
-/// a moment.
+/// Number of attempts of a new server to take the lock. It retries, because the connection of a
+/// server that has just exited may outlive that server for a moment.
 const LOCK_ATTEMPTS: u32 = 40;
 const LOCK_RETRY_DELAY: Duration = Duration::from_millis(50);
 

@@ -3,8 +3,9 @@
 use serde_json::Value;
 use toolcrib::domain::event::{EventKind, EventRecord};
 
-/// An event that follows from the row of its call: the request, or the start of the first attempt.
-/// Nearly every call has both, so implying them saves nearly every call two rows.
+/// An event that follows from the row of its call: the request, the start of the first attempt, or
+/// the end of a call that ended before it was stored. Nearly every call has the first two, so
+/// implying them saves nearly every call two rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ImpliedEvent {
     Requested,
@@ -68,7 +69,7 @@ impl CallEventFacts<'_> {
         (is_same && same_tool).then_some(implied)
     }
 
-    /// The same value as in the metrics of an outcome.
+    /// Returns the time from the creation to the start, as in the metrics of an outcome.
     fn queue_ms(&self) -> u64 {
         self.started_ms.map_or(0, |started_ms| started_ms.saturating_sub(self.created_ms))
     }

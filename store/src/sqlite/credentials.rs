@@ -1,4 +1,4 @@
-//! Credentials that the issuers of upstreams have granted, in SQLite.
+//! Stores the OAuth credentials of upstreams in SQLite.
 
 use async_trait::async_trait;
 use rusqlite::{OptionalExtension, params};

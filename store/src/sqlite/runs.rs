@@ -155,8 +155,8 @@ fn list_runs(connection: &Connection, filter: &RunFilter) -> Result<Vec<Run>, St
     let sql = "SELECT body FROM loops WHERE project = ?1 AND run_id < ?2 \
                AND (?3 IS NULL OR status = ?3) AND (?4 IS NULL OR model = ?4) \
                AND created_ms >= ?5 ORDER BY run_id DESC LIMIT ?6";
-    // Every id sorts before this.
-    let before = filter.before.as_deref().unwrap_or("s");
+    // Every id sorts before this: callers name the runs of their conversations as they like.
+    let before = filter.before.as_deref().unwrap_or("\u{10FFFF}");
     let since_ms = i64::try_from(filter.since_ms.unwrap_or(0)).unwrap_or(i64::MAX);
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     let status = filter.status.map(|status| status.as_str());

@@ -163,6 +163,23 @@ impl UtpStore for SqliteStore {
         self.read_sql(move |c| Ok(query_bodies(c, sql, params![project, turn_id])?.pop())).await
     }
 
+    async fn tree_turns(
+        &self,
+        project: &str,
+        root_id: &str,
+        after: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<Turn>, StoreError> {
+        let (project, root_id) = (project.to_owned(), root_id.to_owned());
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        let sql = "SELECT t.body FROM run_tree r JOIN turns t \
+                   ON t.project = r.project AND t.turn_id = r.run_id \
+                   WHERE r.project = ?1 AND r.root_run_id = ?2 AND r.run_id > ?3 \
+                   ORDER BY r.run_id LIMIT ?4";
+        let after = after.unwrap_or_default();
+        self.read_sql(move |c| query_bodies(c, sql, params![project, root_id, after, limit])).await
+    }
+
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
         self.write(move |writer| turns::save_turn(writer.connection()?, &turn, &change)).await
     }

@@ -185,6 +185,7 @@ macro_rules! conformance {
                     turns_are_saved_by_version
                     a_call_of_a_turn_kept_elsewhere_is_delivered
                     a_delegated_turn_is_stored_with_its_edges
+                    the_turns_of_a_tree_are_found_and_purged
                     an_outcome_is_delivered_once_and_in_order
                     an_outcome_delivered_before_its_step_is_kept
                     the_outbox_is_read_and_emptied_in_order

@@ -1,7 +1,9 @@
 //! Documentation pages: `/openapi.json`, the interactive page at `/docs`, and the error codes.
-//! [`examples`] has the examples of requests.
+//! [`examples`] has the examples of requests, [`security`] the credentials that each operation
+//! needs.
 
 pub(super) mod examples;
+pub(super) mod security;
 use std::collections::HashMap;
 use std::io::Read;
 use std::sync::LazyLock;
@@ -15,27 +17,12 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use flate2::bufread::GzDecoder;
 use toolcrib::domain::fault::Code;
-use utoipa::Modify;
 use utoipa::openapi::path::Operation;
-use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{Content, ContentBuilder, OpenApi, Ref, RefOr, ResponseBuilder};
 use utoipa_swagger_ui::{Config, SwaggerUi};
 
 /// Limit of one compressed file of the interactive page; the largest has 0.4 MB.
 const MAX_COMPRESSED_FILE_BYTES: usize = 8 << 20;
-
-/// Declares bearer authentication for all operations. A server without keys does not require it.
-pub(super) struct BearerSecurity;
-
-impl Modify for BearerSecurity {
-    fn modify(&self, document: &mut OpenApi) {
-        let components = document.components.get_or_insert_default();
-        let bearer = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
-        components.add_security_scheme("key", bearer);
-        let none: [&str; 0] = [];
-        document.security = Some(vec![SecurityRequirement::new("key", none)]);
-    }
-}
 
 /// Makes operation ids unique. They default to function names, which repeat across files, and
 /// client generators need unique ids.
@@ -211,13 +198,16 @@ pub fn errors_page() -> String {
     page
 }
 
-/// The end of the errors page: the causes of a code that a waiting call can have.
+/// The end of the errors page: the causes for which a waiting call ends with
+/// `PERMISSION_DENIED`.
 const WAITING_CALL_CAUSES: &str = "\n\
     A call that was accepted and waits (queued, for a retry, an approval, an answer, a predecessor \
-    or a client) ends with `PERMISSION_DENIED` for one of five causes:\n\n\
+    or a client) ends with `PERMISSION_DENIED` (`OUTCOME_UNKNOWN` if its tool is irreversible and \
+    had begun when it asked) for one of six causes:\n\n\
     - an access rule denies the call, after a change of the rules or for a fallback: `detail` has \
     `rule_id` and `reason`\n\
-    - the key of its caller was revoked: the message names the key\n\
+    - the key of its caller was revoked or has expired: the message names the key\n\
+    - the session token of its caller was revoked: the message names the token\n\
     - a person rejected its approval: the message has the reason\n\
     - its approval expired without a decision: the message begins with \"approval expired\"\n\
     - a kill switch covers its tool, agent, source or project: the message names the switch and \

@@ -123,7 +123,8 @@ pub(super) fn parse_strict_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, 
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let (value, unknown) = unknown_fields::parse(&mut deserializer, "");
     let value = value.and_then(|value| deserializer.end().map(|()| value));
-    // Before an error of the value: a misspelt required field is reported by its own name.
+    // Unknown fields are refused before an error in the value, so that the error names a misspelt
+    // field and does not report the required field as missing.
     if value.as_ref().err().is_none_or(serde_json::Error::is_data) {
         refuse_unknown_fields(&unknown)?;
     }

@@ -15,7 +15,7 @@ use utoipa_axum::routes;
 use super::HttpState;
 use crate::auth;
 use crate::http::extract::QueryParams;
-use crate::http::problem::problem_response;
+use crate::http::problem::{ProblemDetails, problem_response};
 
 pub(super) fn routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
@@ -49,7 +49,8 @@ struct ReadinessQuery {
 /// Returns 200 if the store responds, recovery of open calls is complete, every source's
 /// dependencies are healthy, and the server is not shutting down.
 #[utoipa::path(get, path = "/readyz", tag = "operators", params(ReadinessQuery),
-    responses((status = 200, body = String), (status = 503, body = String)))]
+    responses((status = 200, body = String), (status = 400, body = ProblemDetails),
+        (status = 503, body = String)))]
 async fn readyz(
     State(state): State<HttpState>,
     QueryParams(verbose): QueryParams<ReadinessQuery>,

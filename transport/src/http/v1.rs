@@ -112,7 +112,7 @@ fn rule_routes() -> OpenApiRouter<HttpState> {
         .routes(routes!(rules::show, rules::put, rules::drop_rule))
 }
 
-/// Routes of runs: stored conversations with models.
+/// Routes of runs: agent loops that Toolcrib stores and drives.
 fn run_routes() -> OpenApiRouter<HttpState> {
     OpenApiRouter::new()
         .routes(routes!(runs::list, runs::start))

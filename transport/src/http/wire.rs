@@ -54,8 +54,9 @@ pub(super) struct ToolBody {
     #[serde(rename = "async")]
     background: bool,
     description: String,
-    /// Executor of the tool: `builtin`, `client`, `utp`, `mcp`, `http`, `agent`, `internal` or
-    /// `caller` (you execute it).
+    /// Executor of the tool: `builtin`, `client`, `utp`, `mcp`, `http`, `agent`, `internal`,
+    /// `handoff` or, in the context of a run, `caller` (you execute it). A program that embeds the
+    /// engine may have others.
     executor: String,
     /// `read`, `idempotent` or `irreversible`.
     effect: String,
@@ -168,7 +169,10 @@ pub(super) struct CallBody<'a> {
     deadline_at_ms: u64,
     /// Reason a PENDING call waits: `queue`, `retry`, `parked`, `input`, `after` or `approval`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    hold: Option<HoldBody<'a>>,
+    hold: Option<&'static str>,
+    /// Details of the wait; omitted if `hold` says it all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hold_details: Option<HoldDetails<'a>>,
     /// The approval that the call waits for, or that released it.
     #[serde(skip_serializing_if = "Option::is_none")]
     approval_id: Option<&'a str>,
@@ -191,7 +195,7 @@ pub(super) struct CallBody<'a> {
     /// deadline: while the call waits, `deadline_at_ms` is the end of that wait.
     input_timeout_ms: u64,
     /// `builtin`, `client`, `utp`, `mcp`, `http`, `agent`, `internal`, `handoff` or `caller` (the
-    /// caller executed it).
+    /// caller executed it). A program that embeds the engine may have others.
     executor: &'static str,
     effect: &'static str,
     /// The tool that ran. Differs from `tool_name` after a fallback.
@@ -227,13 +231,12 @@ pub(super) struct CallBody<'a> {
     outcome: Option<OutcomeBody>,
 }
 
-/// The reason a PENDING call waits.
-#[derive(Debug, Serialize, ToSchema)]
-pub(super) struct HoldBody<'a> {
-    reason: &'static str,
+/// Details of the wait of a PENDING call.
+#[derive(Debug, Default, PartialEq, Serialize, ToSchema)]
+pub(super) struct HoldDetails<'a> {
     /// Explanation of the wait: a client that is not connected, for example.
     #[serde(skip_serializing_if = "Option::is_none")]
-    detail: Option<String>,
+    message: Option<String>,
     /// When the next attempt is due, or the wait for a person ends, in Unix milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
@@ -247,10 +250,7 @@ pub(super) struct HoldBody<'a> {
     /// The request that answers the questions.
     #[serde(skip_serializing_if = "Option::is_none")]
     answer_with: Option<String>,
-    /// The approval that the call waits for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    approval_id: Option<&'a str>,
-    /// The request that decides about the approval.
+    /// The request that decides about the approval in `approval_id` of the call.
     #[serde(skip_serializing_if = "Option::is_none")]
     decide_with: Option<&'static str>,
 }
@@ -310,28 +310,8 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             started_at_ms: call.started_ms,
             completed_at_ms: call.completed_ms,
             deadline_at_ms: call.deadline_ms,
-            hold: call.hold.map(|hold| HoldBody {
-                reason: hold.as_str(),
-                detail: None,
-                until_ms: match hold {
-                    Hold::Retry { at_ms } => Some(at_ms),
-                    Hold::Input { .. } | Hold::Approval { .. } => Some(call.deadline_ms),
-                    _ => None,
-                },
-                after: match (hold, call.awaited_call()) {
-                    (Hold::Predecessor { .. }, Some(before)) => Some(before.as_str()),
-                    _ => None,
-                },
-                questions: match (hold, &call.elicitation) {
-                    (Hold::Input { .. }, Some(dialogue)) => Some(dialogue.unanswered.clone()),
-                    _ => None,
-                },
-                answer_with: call
-                    .waits_for_input()
-                    .then(|| format!("POST /v1/tool_calls/{}/answer", call.id)),
-                approval_id: call.pending_approval(),
-                decide_with: call.pending_approval().map(|_| "POST /v1/approvals/decide"),
-            }),
+            hold: call.hold.map(Hold::as_str),
+            hold_details: HoldDetails::new(call, None),
             approval_id: call.approval.as_ref().map(|approval| approval.id.as_str()),
             replaced_by: call.replaced_by().map(|id| id.as_str()),
             replaces: call.origin.replaces.as_ref().map(|id| id.as_str()),
@@ -357,6 +337,35 @@ impl<'a> From<&'a Call> for CallBody<'a> {
     }
 }
 
+impl<'a> HoldDetails<'a> {
+    /// Returns what is known about the wait of a call, with the engine's explanation; none if there
+    /// is nothing to say, as for a call that waits for a free slot.
+    fn new(call: &'a Call, message: Option<String>) -> Option<Self> {
+        let hold = call.hold?;
+        let details = Self {
+            message,
+            until_ms: match hold {
+                Hold::Retry { at_ms } => Some(at_ms),
+                Hold::Input { .. } | Hold::Approval { .. } => Some(call.deadline_ms),
+                _ => None,
+            },
+            after: match (hold, call.awaited_call()) {
+                (Hold::Predecessor { .. }, Some(before)) => Some(before.as_str()),
+                _ => None,
+            },
+            questions: match (hold, &call.elicitation) {
+                (Hold::Input { .. }, Some(dialogue)) => Some(dialogue.unanswered.clone()),
+                _ => None,
+            },
+            answer_with: call
+                .waits_for_input()
+                .then(|| format!("POST /v1/tool_calls/{}/answer", call.id)),
+            decide_with: call.pending_approval().map(|_| "POST /v1/approvals/decide"),
+        };
+        (details != Self::default()).then_some(details)
+    }
+}
+
 impl<'a> CallBody<'a> {
     /// Builds the body of a call, with its trace.
     pub(super) fn new(engine: &Engine, call: &'a Call) -> Self {
@@ -367,9 +376,7 @@ impl<'a> CallBody<'a> {
     pub(super) fn with_trace(engine: &Engine, call: &'a Call, trace: Option<TraceParent>) -> Self {
         let mut body = Self::from(call);
         body.trace_id = trace.map(|trace| trace.trace_id_text());
-        if let Some(hold) = &mut body.hold {
-            hold.detail = engine.calls().describe_hold(call);
-        }
+        body.hold_details = HoldDetails::new(call, engine.calls().describe_hold(call));
         body
     }
 

@@ -1,10 +1,10 @@
 //! Keeps the parts of the arguments of `tools/call` that a tree of values loses.
 //!
 //! rmcp reads a message into such a tree, in which only one of two equal keys remains, and a number
-//! beyond 64 bits becomes the nearest double. This module looks at the text before. A call whose
-//! arguments repeat a key carries the key in its `_meta` from there on, and is refused like any
-//! call with invalid arguments. A call with numbers that the tree changes carries the text of its
-//! arguments, which then replaces the tree.
+//! beyond 64 bits becomes the nearest double. This module reads the text of the message before
+//! rmcp does, and adds a mark to `_meta`. If the arguments repeat a key, the mark is that key, and
+//! the call is refused like any call with invalid arguments. If the tree changes a number, the mark
+//! is the text of the arguments, which then replaces the tree.
 
 use rmcp::model::MetaObject;
 use serde::{Deserialize, Serialize};
@@ -65,9 +65,9 @@ pub(super) fn mark_message(message: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&marked).ok()
 }
 
-/// Returns the arguments of a call: their text, if the call carries it, or the tree. The text
-/// counts only if it is that of the tree, or of a call of `tools.call` that has the tree as its
-/// arguments.
+/// Returns the arguments of a call: their text, if the call carries it, or the tree. The text is
+/// used only if it is the text of this tree. In a call of the helper tool `tools.call`, whose
+/// `arguments` field is the tree, the text of that field is used.
 pub(super) fn read_arguments(meta: &MetaObject, tree: Map<String, Value>) -> Json {
     let tree = Value::Object(tree);
     let find_text = || {

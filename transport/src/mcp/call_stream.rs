@@ -5,8 +5,8 @@
 //! with `GET` and `Last-Event-ID`, from this process or from the next one. No events are stored:
 //! the call itself is.
 //!
-//! rmcp knows neither the call nor its id. Its response is therefore converted here: to events with
-//! the ids of this module, or, if it comes before the call is stored, not at all.
+//! rmcp knows neither the call nor its id. This module therefore converts its response to events
+//! with ids. A response that comes before the call is stored is passed on unchanged.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -282,13 +282,13 @@ fn is_event_stream(response: &Response) -> bool {
 /// The events of one stream.
 pub(super) struct CallStream {
     options: CallStreamOptions,
-    /// The response of rmcp, until it comes.
+    /// The pending response of rmcp; `None` once it has arrived.
     handling: Option<BoxFuture<'static, Response>>,
     /// The body of rmcp's response, if that is a stream.
     body: Option<BodyDataStream>,
     /// The notifications before the response, of a request that rmcp does not serve.
     notifications: Option<mpsc::Receiver<String>>,
-    /// The signal that opens the stream, until it comes.
+    /// The signal that opens the stream; `None` once the stream is open.
     unopened: Option<(watch::Receiver<Option<StreamedCall>>, OpenHook)>,
     parser: SseParser,
     queue: VecDeque<Bytes>,
@@ -465,7 +465,7 @@ async fn pending_response(handling: &mut Option<BoxFuture<'static, Response>>) -
 
 async fn next_notification(notifications: &mut Option<mpsc::Receiver<String>>) -> String {
     match notifications {
-        // Without a sender, the response is next.
+        // When the sender is dropped, only the response remains to come.
         Some(queue) => match queue.recv().await {
             Some(message) => message,
             None => std::future::pending().await,

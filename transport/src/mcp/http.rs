@@ -167,7 +167,7 @@ impl McpHttpState {
         let options = parse_view_options(parts)?;
         let source = options.source.as_deref();
         if let Some(name) = source.filter(|name| !shared.passthrough.has_source(&caller, name)) {
-            let message = format!("there is no source \"{name}\"");
+            let message = format!("there is no MCP server \"{name}\"");
             return Err(Error::refused(Code::NotFound, message));
         }
         let view = CallerView::new(&shared.engine, caller, credentials, options);
@@ -273,7 +273,7 @@ impl McpHttpState {
                 parts.extensions.insert(splice.clone());
                 splice.splice_into(self.handle(parts, body, view).await).await?
             }
-            // Some MCP clients leave the header out that routes requests to a task.
+            // Some MCP clients omit the header that routes requests to a task.
             (Some("tasks/get" | "tasks/update" | "tasks/cancel"), _) => {
                 add_task_name(&mut parts.headers, &body);
                 self.handle(parts, body, view).await

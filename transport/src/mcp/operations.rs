@@ -3,7 +3,7 @@
 //! calls; nothing is stored here.
 //!
 //! `helper_calls` uses `call`, which uses `tasks`, `progress` and `elicitation`; `notifications`
-//! uses `tasks`, which uses `elicitation`. The others stand alone.
+//! uses `tasks`, which uses `elicitation`; `event_stream` uses `events`. The others stand alone.
 
 pub(super) mod call;
 pub(super) mod elicitation;

@@ -83,7 +83,7 @@ pub(super) struct ResumedStreams {
     open_calls: Mutex<HashMap<String, watch::Sender<Vec<String>>>>,
 }
 
-/// Removes a value when the stream that it belongs to ends.
+/// Runs a function when it is dropped: removes an entry at the end of the stream it belongs to.
 struct OnDrop<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> Drop for OnDrop<F> {
@@ -288,7 +288,7 @@ impl SessionStream {
     async fn next(&mut self) -> Option<Bytes> {
         if !self.has_begun {
             self.has_begun = true;
-            // Sets the time and dispatches no event.
+            // Sets the delay before a reconnect, and dispatches no event.
             return Some(format!("retry: {}\n\n", self.retry_ms).into());
         }
         loop {

@@ -105,7 +105,7 @@ impl McpTransport {
         let source = options.source.as_deref();
         if let Some(name) = source.filter(|name| !self.shared.passthrough.has_source(&caller, name))
         {
-            return Err(format!("there is no source \"{name}\"").into());
+            return Err(format!("there is no MCP server \"{name}\"").into());
         }
         let view = CallerView::new(&self.shared.engine, caller, None, options);
         self.shared.events.start();

@@ -299,7 +299,7 @@ impl SessionManager for RestorableSessions {
     }
 }
 
-/// The store of sessions is their ids.
+/// Restores each session from its id, so nothing is stored. A deleted session counts as closed.
 #[async_trait]
 impl SessionStore for RestorableSessions {
     async fn load(&self, session: &str) -> Result<Option<SessionState>, SessionStoreError> {
@@ -316,8 +316,8 @@ impl SessionStore for RestorableSessions {
     }
 }
 
-/// The sessions that their MCP clients have closed, the latest ones. An older one can be restored,
-/// by its own caller alone.
+/// The sessions that MCP clients closed most recently. A session that was closed before these can
+/// be restored again, but only by its own caller.
 #[derive(Default)]
 struct ClosedSessions {
     ids: HashSet<Arc<str>>,

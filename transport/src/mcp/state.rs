@@ -48,8 +48,9 @@ impl McpTransportState {
     }
 
     /// Returns the form in which this caller sees the names of tools. Another Toolcrib, whose own
-    /// rules name the tools that it finds here, declares that it expects dotted names. Its name
-    /// proves nothing: agent frameworks send the name that their user gave to this server.
+    /// rules name the tools that it finds here, declares that it expects dotted names. The client
+    /// name in a request does not identify it, because agent frameworks send as their client name
+    /// the name that their user gave to this server.
     pub(super) fn name_form(
         &self,
         view: &CallerView,

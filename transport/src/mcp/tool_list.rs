@@ -202,7 +202,7 @@ impl CallerToolList {
         let begin =
             after.map_or(0, |after| self.tools.partition_point(|listed| listed.name() <= after));
         let rest = match prefix {
-            // They are contiguous, because the list is sorted by name.
+            // The tools with one prefix are contiguous, because the list is sorted by name.
             Some(prefix) => {
                 let first = self.tools.partition_point(|listed| listed.name() < prefix);
                 let has_prefix = |listed: &ToolListEntry| listed.name().starts_with(prefix);
@@ -217,8 +217,8 @@ impl CallerToolList {
     }
 }
 
-/// The properties of a caller that decide which tools are listed: project, agent, role, and whether
-/// the caller is local.
+/// The properties of a caller that decide which tools are listed: project, agent, roles, whether
+/// the caller is local, and attributes.
 type ToolListKey = (String, String, toolcrib::RoleSet, bool, CallerAttributes);
 
 /// The lists of recent callers. A list is rebuilt when the directory has changed; entries of
@@ -318,7 +318,8 @@ fn build_list(
     CallerToolList { version, tools }
 }
 
-/// Returns whether an MCP client of one source sees this tool as well: it gets results of calls.
+/// Returns whether an MCP client that sees only one source sees this tool as well: the helper tools
+/// and the tool that reads long results.
 fn is_source_helper(listed: &ToolListEntry) -> bool {
     listed.entry.is_none() || listed.name() == RESULT_READ
 }

@@ -13,6 +13,7 @@
 //! that matches. Results over HTTP are built in `http/wire.rs`; `docs/mcp.md` describes the fields
 //! for users.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use rmcp::ErrorData;
@@ -25,9 +26,11 @@ use toolcrib::Json;
 use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::directory::credential::ToolNameForm;
 use toolcrib::domain::fault::{Code, Error, Fault, SideEffect};
+use toolcrib::domain::json::decode_unicode_escapes;
 use toolcrib::domain::tool::Effect;
 use toolcrib::domain::utp::AfterExecution;
 use toolcrib::registry::{CatalogEntry, RESULT_READ};
+use toolcrib::results::embedded::decode_embedded_escapes;
 use toolcrib::results::{digest, shorten, tokens};
 
 use super::request::{McpClientInfo, ProtocolRevision};
@@ -99,6 +102,8 @@ pub(super) struct ResultFormat {
     typed_tool: Option<Arc<CatalogEntry>>,
     /// True if the MCP client handles links to resources.
     has_links: bool,
+    /// The form of tool names that the MCP client sees.
+    names: ToolNameForm,
     /// The name of the tool that reads long results, as the MCP client sees it.
     reader: String,
 }
@@ -120,12 +125,17 @@ impl ResultFormat {
         };
         let has_links = revision == ProtocolRevision::Modern;
         let typed_tool = tool.filter(has_seen_schema).cloned();
-        Self { revision, typed_tool, has_links, reader: listed_name(RESULT_READ, names) }
+        Self { revision, typed_tool, has_links, names, reader: listed_name(RESULT_READ, names) }
     }
 
     /// Adapts the format to an MCP client.
     pub(super) fn for_client(self, client: &McpClientInfo) -> Self {
         Self { has_links: client.accepts_resource_links(), ..self }
+    }
+
+    /// Returns the name of the call's tool, as the MCP client sees it.
+    fn tool_name(&self, call: &Call) -> String {
+        listed_name(&call.tool_name, self.names)
     }
 
     /// Returns whether the MCP client checks structured content.
@@ -153,13 +163,14 @@ fn success_result(call: &Call, data: &Json, tool: &ResultFormat, budget: usize) 
     {
         // The result is in MCP's own format already: images, audio and links stay unchanged.
         result.result_type = Some(ResultType::COMPLETE);
+        decode_text_blocks(&mut result.content);
         return digest_text_blocks(call, data, tool, budget, result);
     }
     let text = match &value {
-        Value::String(text) => text.clone(),
-        _ => data.text().to_owned(),
+        Value::String(text) => decode_embedded_escapes(text).into_owned(),
+        _ => decode_unicode_escapes(data.text()).into_owned(),
     };
-    if let Some(digest) = digest(call, data, &tool.reader, budget) {
+    if let Some(digest) = digest(call, data, tool, budget) {
         let note = read_note(call, &tool.reader, data.text().len());
         let mut result = CallToolResult::success(vec![ContentBlock::text(digest)]);
         result.structured_content = tool.shorten_structure(value, &note, budget);
@@ -194,9 +205,9 @@ fn with_result_link(
     result
 }
 
-fn digest(call: &Call, data: &Json, reader: &str, budget: usize) -> Option<String> {
-    let (call_id, tool, hint) = (&call.id, call.tool_name.as_str(), Some(call.args.text()));
-    let source = digest::DigestSource { call_id, tool, hint, reader };
+fn digest(call: &Call, data: &Json, tool: &ResultFormat, budget: usize) -> Option<String> {
+    let (call_id, hint, name) = (&call.id, Some(call.args.text()), &tool.tool_name(call));
+    let source = digest::DigestSource { call_id, tool: name, hint, reader: &tool.reader };
     digest::digest(data, budget, &source).map(|digest| digest.text)
 }
 
@@ -220,7 +231,7 @@ fn digest_text_blocks(
     // Tools that return both usually repeat the same content, so the digest covers the structured
     // content only if the text is within the budget.
     let stripped = strip_media(data, !worded);
-    let Some(digest) = digest(call, &stripped, &tool.reader, budget) else { return result };
+    let Some(digest) = digest(call, &stripped, tool, budget) else { return result };
     result.content.retain(|block| block_text(block).is_none());
     result.content.insert(0, ContentBlock::text(digest));
     let note = read_note(call, &tool.reader, data.text().len());
@@ -228,6 +239,17 @@ fn digest_text_blocks(
     let shortened = structure.map(|value| tool.shorten_structure(value, &note, budget));
     result.structured_content = shortened.flatten();
     with_result_link(result, call, tool, data.text().len())
+}
+
+/// Writes the characters of texts that hold JSON as themselves, because a model reads these texts.
+fn decode_text_blocks(blocks: &mut [ContentBlock]) {
+    for block in blocks {
+        if let ContentBlock::Text(text) = block
+            && let Cow::Owned(decoded) = decode_embedded_escapes(&text.text)
+        {
+            text.text = decoded;
+        }
+    }
 }
 
 /// Returns the text of a block that a model can read.
@@ -377,11 +399,11 @@ pub(super) fn pending_result(
         Some(link) => format!(" {}", approval_message(call, link)),
         None => described,
     };
+    let name = tool.tool_name(call);
     let text = format!(
-        "{} {state} and continues in the background. Its ticket is {id}.{described} To get the \
-         result, call the tool \"{helper}\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} \
-         again for the same purpose: that would be a second call.",
-        call.tool_name, call.tool_name
+        "{name} {state} and continues in the background. Its ticket is {id}.{described} To get the \
+         result, call the tool \"{helper}\" with {{\"tool_call_id\": \"{id}\"}}. Do not call \
+         {name} again for the same purpose: that would be a second call."
     );
     // Some MCP clients show a model only the structure.
     let status = call.status.as_str();

@@ -1,4 +1,4 @@
-//! Publishes the messages of the outbox: wakeups, events of turns, and commands that are retried.
+//! Publishes the messages of the outbox: wakeups, turn events, and commands that are retried.
 //!
 //! Messages are published in the order in which they were stored, and none waits for another: if
 //! the broker rejects a message for now, it is retried later while the messages after it proceed. A
@@ -87,7 +87,8 @@ struct PublishRetry {
 }
 
 impl OutboxPublisher {
-    /// Publishes every due message. Returns the number of messages that left the outbox.
+    /// Publishes every due message, and removes an expired one without publishing it. Returns the
+    /// number of messages that left the outbox.
     async fn publish_pending(&mut self) -> anyhow::Result<usize> {
         let (mut after, mut removed) = (0, 0);
         loop {
@@ -185,7 +186,7 @@ impl OutboxPublisher {
             subject: subject.clone(),
             is_truncated: false,
         };
-        self.engine.utp().dead_letter(parts.project, dead).await?;
+        self.engine.utp().dead_letters().save(parts.project, dead).await?;
         Ok(())
     }
 }

@@ -206,6 +206,6 @@ async fn dead_letter_command(
         payload: text("payload"),
         is_truncated: body["cut"] == json!(true),
     };
-    let unprocessable = engine.utp().dead_letter(&caller.project, unprocessable).await?;
+    let unprocessable = engine.utp().dead_letters().save(&caller.project, unprocessable).await?;
     Ok(json!({ "ok": true, "dead_letter_id": unprocessable.id }))
 }

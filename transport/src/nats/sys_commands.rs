@@ -32,9 +32,31 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Consumes commands for as long as the future is polled.
 pub(super) async fn run_consumer(engine: Engine, nats: NatsConnection) {
+    // As narrow as the subjects of the stream: a third part follows `cmd`, or nothing.
+    let with_suffix = CommandFilter {
+        name: format!("toolcrib_sys_cmd_{}", nats.version()),
+        subject: format!("cg.{}.*.*.cmd.sys.*.>", nats.version()),
+    };
+    let short = CommandFilter {
+        name: format!("toolcrib_sys_cmd_short_{}", nats.version()),
+        subject: nats.short_system_subject(),
+    };
+    tokio::join!(
+        run_filtered_consumer(&engine, &nats, with_suffix),
+        run_filtered_consumer(&engine, &nats, short)
+    );
+}
+
+/// A durable consumer of commands to the system.
+struct CommandFilter {
+    name: String,
+    subject: String,
+}
+
+async fn run_filtered_consumer(engine: &Engine, nats: &NatsConnection, filter: CommandFilter) {
     loop {
         nats.wait_until_connected().await;
-        if let Err(error) = consume_commands(&engine, &nats).await {
+        if let Err(error) = consume_commands(engine, nats, &filter).await {
             tracing::warn!(%error, "commands to the system cannot be received; retrying");
             tokio::time::sleep(RETRY_DELAY).await;
         }
@@ -43,23 +65,26 @@ pub(super) async fn run_consumer(engine: Engine, nats: NatsConnection) {
 
 /// Consumes commands until the connection breaks. The consumer is durable: commands that arrive
 /// while no server runs wait for the next one.
-async fn consume_commands(engine: &Engine, nats: &NatsConnection) -> Result<(), async_nats::Error> {
+async fn consume_commands(
+    engine: &Engine,
+    nats: &NatsConnection,
+    filter: &CommandFilter,
+) -> Result<(), async_nats::Error> {
     // A request that was sent over a broken connection is not answered over the next one.
     let mut reconnected = std::pin::pin!(nats.wait_for_reconnect());
     reconnected.as_mut().enable();
     nats.ensure_streams().await?;
-    let name = format!("toolcrib_sys_cmd_{}", nats.version());
+    let name = &filter.name;
     let config = pull::Config {
         durable_name: Some(name.clone()),
         deliver_policy: DeliverPolicy::All,
         ack_policy: AckPolicy::Explicit,
         max_deliver: -1,
-        // As narrow as the subjects of the stream, which have a third part after `cmd`.
-        filter_subject: format!("cg.{}.*.*.cmd.sys.*.>", nats.version()),
+        filter_subject: filter.subject.clone(),
         ..pull::Config::default()
     };
     let stream = nats.jetstream().get_stream(nats.command_stream()).await?;
-    let consumer: PullConsumer = stream.get_or_create_consumer(&name, config).await?;
+    let consumer: PullConsumer = stream.get_or_create_consumer(name, config).await?;
     loop {
         let request = consumer.batch().max_messages(PULL_BATCH_SIZE).expires(PULL_EXPIRY);
         let mut commands = request.messages().await?;
@@ -89,7 +114,7 @@ fn process_received(
 
 /// Processes a command and acknowledges it. A command that could not be stored is delivered again.
 async fn process_command(engine: &Engine, command: &Message) -> Result<(), async_nats::Error> {
-    let Some(parts) = subject::parse(&command.subject) else {
+    let Some(parts) = subject::parse_prefix(&command.subject) else {
         return command.ack_with(AckKind::Term).await;
     };
     let origin = RequestOrigin { transport: Some("nats".into()), ..Default::default() };
@@ -204,7 +229,11 @@ fn read_field(
 
 fn unknown_command(parts: &Subject<'_>) -> CommandRefusal {
     let Subject { target, suffix, .. } = parts;
-    let message = format!("there is no command cmd.sys.{target}.{suffix}; it was not executed");
+    let suffix = match suffix.is_empty() {
+        true => String::new(),
+        false => format!(".{suffix}"),
+    };
+    let message = format!("there is no command cmd.sys.{target}{suffix}; it was not executed");
     ("unknown_command", message)
 }
 
@@ -224,7 +253,7 @@ async fn store_dead_letter(
         payload: String::from_utf8_lossy(&command.payload).into_owned(),
         is_truncated: false,
     };
-    match engine.utp().dead_letter(parts.project, dead_letter).await {
+    match engine.utp().dead_letters().save(parts.project, dead_letter).await {
         Ok(stored) => {
             tracing::warn!(
                 subject = command.subject.as_str(),

@@ -204,7 +204,9 @@ impl BatchEntryResult {
         match &self.state {
             BatchEntryState::Open(call) => model_formats::pending_content(&pending_notice(call)),
             BatchEntryState::Ended { call, omitted_bytes: Some(bytes) } => {
-                let (tool, id, reader) = (&call.tool_name, &call.id, self.reader());
+                let (tool, reader) =
+                    (self.shown_name(&call.tool_name), self.shown_name(RESULT_READ));
+                let id = &call.id;
                 format!(
                     "[{tool}: {bytes} bytes, too large next to the other results. Read any part: \
                      {reader} {{\"tool_call_id\":\"{id}\"}}]"
@@ -218,19 +220,20 @@ impl BatchEntryResult {
         }
     }
 
-    /// Returns the name of the tool that reads the rest of a result, as the model sees it.
-    fn reader(&self) -> String {
+    /// Returns the name of a tool as the model sees it.
+    fn shown_name(&self, name: &str) -> String {
         match self.format {
-            CallFormat::Envelope => RESULT_READ.to_owned(),
-            _ => name_for_model(RESULT_READ),
+            CallFormat::Envelope => name.to_owned(),
+            _ => name_for_model(name),
         }
     }
 
     /// Returns the most useful text within `budget` tokens.
     fn shorten(&self, content: &str, budget: usize) -> String {
         if let (Some(call), Some(data), None) = (self.call(), self.data(), self.error()) {
-            let (hint, reader) = (Some(call.args.text()), &self.reader());
-            let source = DigestSource { call_id: &call.id, tool: &call.tool_name, hint, reader };
+            let (hint, reader) = (Some(call.args.text()), &self.shown_name(RESULT_READ));
+            let tool = &self.shown_name(&call.tool_name);
+            let source = DigestSource { call_id: &call.id, tool, hint, reader };
             if let Some(digest) = digest::digest(data, budget, &source) {
                 return digest.text;
             }
@@ -244,7 +247,8 @@ impl BatchEntryResult {
             }
             (_, Some(fault)) => shorten::shorten_fault(fault, budget),
             (BatchEntryState::Ended { call, omitted_bytes: Some(bytes) }, None) => {
-                shorten::describe_omitted(*bytes, &self.reader(), call.id.as_str(), budget)
+                let reader = self.shown_name(RESULT_READ);
+                shorten::describe_omitted(*bytes, &reader, call.id.as_str(), budget)
             }
             _ => shorten::truncate_to_tokens(content, budget),
         }

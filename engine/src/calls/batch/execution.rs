@@ -379,6 +379,7 @@ impl BatchExecution {
             depth: batch.depth,
             callback_url: entry.callback_url.clone().or_else(|| batch.callback_url.clone()),
             rejoin: batch.rejoin,
+            joins_waiting: batch.joins_waiting,
             ..CallRequest::of(name.clone(), entry.args.clone())
         }
     }

@@ -59,7 +59,7 @@ impl Dispatcher {
                 None => results[index] = Some(Err(call_not_found(&event.call_id))),
             }
         }
-        // One order for all, so that two requests with the same calls do not wait for each other.
+        // Lock in the order of the ids, so that two requests with the same calls cannot deadlock.
         entries.sort_by(|(_, _, a), (_, _, b)| a.call_id.cmp(&b.call_id));
         let locked: Vec<Arc<OpenCall>> =
             entries.iter().map(|(_, entry, _)| entry.clone()).collect();
@@ -145,7 +145,7 @@ impl Dispatcher {
         now_ms: u64,
     ) {
         let DecidedEvent { entry, before, after, actions, changes, .. } = &decided;
-        // Before the replaced call looks for its replacement.
+        // Open the replacement first: the replaced call looks for it below.
         if let Some(new) = &decided.replacement {
             let open = OpenCall::new(new.clone(), None, wall_offset_ms);
             self.open_calls.adopt(open.clone());
@@ -212,7 +212,7 @@ impl Dispatcher {
             }
         }
         if after.waits_for_approval() && !before.waits_for_approval() {
-            // A person's time must not hold up the calls behind this one.
+            // The dependents of this call must not wait for a person.
             self.release_dependents(&after.project, &after.id);
             self.approval_requested.notify_waiters();
         }

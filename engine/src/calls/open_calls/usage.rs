@@ -2,8 +2,8 @@
 //! minute, and the open calls.
 //!
 //! Only members that have a limit are counted, so that a server without limits pays nothing. When
-//! the limits change, the open calls are counted anew. Rate windows use the clock that never jumps;
-//! after a start they are filled from the stored calls.
+//! the limits change, the open calls are counted anew. Rate windows use the monotonic time; after a
+//! start they are filled from the stored calls.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const OPEN_RETRY_MS: u64 = 1_000;
 
 type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
-/// A value of a limit that refuses calls. (`max_parallel` is none: it queues them.)
+/// A value of a limit that refuses calls. `max_parallel` is not one of them: it queues calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LimitQuota {
     PerMinute(u32),

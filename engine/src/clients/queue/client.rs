@@ -21,7 +21,7 @@ pub(super) struct Lease {
     /// True if the item left with the response to a poll: the server cannot detect when that client
     /// goes away.
     pub(super) polled: bool,
-    /// Time when the item returns to the queue.
+    /// Time when the item returns to the queue; `None` if the lease does not end with time alone.
     pub(super) lease_until_ms: Option<u64>,
 }
 

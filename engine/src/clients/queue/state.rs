@@ -51,7 +51,8 @@ pub struct ClientView {
     pub connections: usize,
     pub leased: usize,
     pub tools: Vec<String>,
-    /// `None` if the client has not been seen since the start.
+    /// Time when the client was last connected, in Unix milliseconds; `None` if it has not been
+    /// seen since the start of the server.
     pub last_seen_ms: Option<u64>,
 }
 

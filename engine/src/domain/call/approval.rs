@@ -81,7 +81,7 @@ impl FromStr for ApprovalStatus {
     }
 }
 
-/// The extent of an approval.
+/// The set of calls that an approval covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ApprovalScope {
@@ -218,7 +218,7 @@ pub struct ApprovalDecision {
     /// Reason of the decision.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Extent of an approval.
+    /// The calls that an approval covers.
     #[serde(default)]
     pub scope: ApprovalScope,
     /// Time until which a standing approval holds, in Unix milliseconds.
@@ -267,8 +267,8 @@ pub struct StandingApproval {
     pub granted_by: String,
     /// Time at which it was granted, in Unix milliseconds.
     pub granted_ms: u64,
-    /// Time at which it was revoked, in Unix milliseconds. One that has ended otherwise is revoked
-    /// then, so that no change of the clock makes it valid again.
+    /// Time at which it was revoked, in Unix milliseconds. A standing approval that has ended
+    /// otherwise is marked as revoked too, so that no change of the clock makes it valid again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked_ms: Option<u64>,
     /// Agent that revoked it; `None` if it ended otherwise.
@@ -361,7 +361,7 @@ pub enum ApprovalChange {
         id: String,
         /// Status that it has from now on.
         status: ApprovalStatus,
-        /// The decision. One that was stored before stays.
+        /// The decision. If the approval has a stored decision, that one stays.
         decision: Box<ApprovalDecision>,
     },
 }

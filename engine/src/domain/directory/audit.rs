@@ -2,11 +2,11 @@
 //!
 //! Each row has a hash over the hash of the row before it and its own content, so that a row that
 //! was changed, removed or moved no longer fits its neighbors. The head repeats the number, the
-//! count and the hash of the last row: it finds rows that were removed at the end. Pruning leaves a
-//! checkpoint, the last pruned row, at which the rest of the chain begins.
+//! count and the hash of the last row: it reveals that rows were removed at the end. Pruning leaves
+//! a checkpoint, the last pruned row, at which the rest of the chain begins.
 //!
-//! A party that can rewrite the whole database can also compute a whole new chain. A head that was
-//! copied elsewhere finds that: its hash is then not in the chain any more.
+//! A party that can rewrite the whole database can also compute a whole new chain. A copy of an
+//! earlier head, kept elsewhere, reveals that: its hash is no longer in the chain.
 
 use serde::Serialize;
 use sha2::{Digest, Sha256};

@@ -90,7 +90,7 @@ impl KillSwitch {
     }
 }
 
-/// Returns the names of the source of a tool: its executor, and the MCP server of its name.
+/// Returns the names of a tool's source: its executor and, for a tool of an upstream, the upstream.
 pub fn source_names(executor: Executor, tool: &str) -> impl Iterator<Item = &str> {
     let upstream = (executor == Executor::MCP).then(|| tool.split_once('.')).flatten();
     [executor.as_str()].into_iter().chain(upstream.map(|(upstream, _)| upstream))

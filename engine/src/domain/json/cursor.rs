@@ -171,14 +171,25 @@ impl<'a> JsonCursor<'a> {
     }
 }
 
+/// Bytes of a string that are compared one by one before the search by vector instructions begins.
+const SHORT_STRING_BYTES: usize = 24;
+
 /// Returns the offset after the string that begins at `begin`.
 fn string_end(bytes: &[u8], begin: usize) -> usize {
     let mut at = begin + 1;
-    while let Some(byte) = bytes.get(at) {
+    // Most strings are short, for which a plain loop is faster.
+    let short = bytes.get(at..).unwrap_or_default();
+    for byte in short.iter().take(SHORT_STRING_BYTES) {
         match byte {
             b'"' => return at + 1,
-            b'\\' => at += 2,
+            b'\\' => break,
             _ => at += 1,
+        }
+    }
+    while let Some(found) = bytes.get(at..).and_then(|rest| memchr::memchr2(b'"', b'\\', rest)) {
+        match bytes[at + found] {
+            b'"' => return at + found + 1,
+            _ => at += found + 2,
         }
     }
     bytes.len()
@@ -200,7 +211,7 @@ pub fn decode_string(written: &str) -> Cow<'_, str> {
 fn unescape(inner: &str) -> Option<String> {
     let mut text = String::with_capacity(inner.len());
     let mut rest = inner;
-    while let Some(at) = rest.find('\\') {
+    while let Some(at) = memchr::memchr(b'\\', rest.as_bytes()) {
         text.push_str(&rest[..at]);
         let (character, behind) = decode_escape(&rest[at + 1..])?;
         text.push(character);
@@ -225,7 +236,9 @@ fn decode_escape(written: &str) -> Option<(char, &str)> {
     Some((character, characters.as_str()))
 }
 
-fn decode_code_point(written: &str) -> Option<(char, &str)> {
+/// Decodes the digits of a `\uXXXX` escape, with the second one of a pair, and returns the
+/// character and the remaining text. Returns `None` for half of a pair.
+pub(super) fn decode_code_point(written: &str) -> Option<(char, &str)> {
     let unit = |text: &str| u16::from_str_radix(text.get(..4)?, 16).ok();
     let (first, rest) = (unit(written)?, written.get(4..)?);
     // A character beyond U+FFFF is written as two escapes.

@@ -25,7 +25,7 @@ pub fn find_lossy_integer(text: &str) -> Option<&str> {
     None
 }
 
-/// Returns the offset after a string that begins at `at`.
+/// Returns the offset after the string that begins at `offset`.
 fn string_end(bytes: &[u8], offset: usize) -> usize {
     let mut offset = offset + 1;
     while offset < bytes.len() && bytes[offset] != b'"' {

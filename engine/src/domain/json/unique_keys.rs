@@ -36,7 +36,7 @@ impl Json {
     }
 }
 
-/// Appends a segment to a JSON pointer.
+/// Returns the segment of a JSON pointer that selects this member: `/` and the escaped name.
 pub fn pointer_segment(name: &str) -> String {
     format!("/{}", name.replace('~', "~0").replace('/', "~1"))
 }

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::domain::id::CallId;
+use crate::domain::tool::tool_mode::ToolMode;
 
 /// Prefix of the tools that hand a run off: `handoff.to_a` to the agent `a`.
 pub const HANDOFF_TOOL_PREFIX: &str = "handoff.to_";
@@ -99,6 +100,13 @@ pub struct ActiveAgent {
     /// Names and patterns of its tools; `None` keeps the run's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tools: Option<Vec<String>>,
+    /// Selects the definitions that its model receives; `None` means the setting of its name, or
+    /// else that of the run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_mode: Option<ToolMode>,
+    /// Names and patterns of its pinned tools; `None` means those of its name, or else of the run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pinned_tools: Option<Vec<String>>,
     /// Position of the first message of the conversation that it sees.
     pub first_message: usize,
 }

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use crate::domain::retry::{Backoff, MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::domain::run::handoff::ActiveAgent;
-use crate::domain::run::tool_mode::ToolMode;
+use crate::domain::tool::tool_mode::{ToolMode, ToolModeSettings};
 
 /// Options of a conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -54,7 +54,7 @@ pub struct RunOptions {
     /// tools take the place of these options.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub active_agent: Option<Box<ActiveAgent>>,
-    /// True if the run is a conversation of OpenAI's API, which lives in its request.
+    /// True if the run is a conversation of OpenAI's API, which exists only while its request does.
     #[serde(rename = "conversation", skip_serializing_if = "std::ops::Not::not")]
     pub is_conversation: bool,
 }
@@ -74,6 +74,26 @@ impl RunOptions {
     pub fn offered_tools(&self) -> Option<&[String]> {
         let active = self.active_agent.as_ref().and_then(|agent| agent.tools.as_deref());
         active.or(self.tools.as_deref())
+    }
+
+    /// Returns the mode and the pinned tools for the next request. The agent that the run was
+    /// handed off to brings its own settings; those that it lacks are the run's, and then those of
+    /// `agent`, the caller.
+    pub fn resolve_tool_mode<'s>(
+        &'s self,
+        settings: &'s ToolModeSettings,
+        agent: &str,
+    ) -> (ToolMode, &'s [String]) {
+        let active = self.active_agent.as_deref();
+        let named = active.and_then(|active| settings.agents.get(&active.agent_id));
+        let own_mode = active.and_then(|active| active.tool_mode).or_else(|| named?.mode);
+        let own_pinned = active.and_then(|active| active.pinned_tools.as_deref());
+        let own_pinned = own_pinned.or_else(|| named?.pinned_tools.as_deref());
+        settings.resolve(
+            agent,
+            own_mode.or(self.tool_mode),
+            own_pinned.or(self.pinned_tools.as_deref()),
+        )
     }
 }
 
@@ -160,7 +180,8 @@ impl Default for ModelRequestPolicy {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExecutionOptions {
-    /// Selects the calls of one reply that run concurrently; by default the read-only ones.
+    /// Selects the calls of one reply that run concurrently; by default those of read-only tools
+    /// and of agents.
     pub mode: Concurrency,
     /// Maximum number of concurrent calls of one reply. Defaults to the engine's limit.
     pub max_parallel: Option<usize>,
@@ -211,7 +232,8 @@ pub const DEFAULT_RESULT_TOKENS: usize = 8_000;
 pub enum Concurrency {
     /// The calls run one after another, in the model's order.
     Serial,
-    /// Read-only tools run concurrently; the others run in order, alongside them.
+    /// Calls of read-only tools and of agents run concurrently; the others run in order, alongside
+    /// them.
     #[default]
     Parallel,
     /// All calls run concurrently, in no particular order.

@@ -93,6 +93,19 @@ pub struct UsageBaseline {
     pub failed_calls: u32,
 }
 
+/// The description of the tool search that a run's requests have.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ToolSearchText {
+    /// The selection of tools that the description is about.
+    pub scope: String,
+    /// The description.
+    pub text: String,
+}
+
+fn is_zero(count: &u32) -> bool {
+    *count == 0
+}
+
 /// Progress of a conversation, apart from its messages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -146,6 +159,18 @@ pub struct RunProgress {
     /// The answer of a result that terminates the run; once set, no request to the model follows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ending: Option<Box<FinalAnswer>>,
+    /// Number of calls since the last user message that were refused before they became a tool
+    /// call, such as those of unknown tools.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub refused_calls: u32,
+    /// Number of calls that certainly changed nothing: those of tools that only read, and those
+    /// that were refused before they took effect.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub harmless_calls: u32,
+    /// Description of the tool search in the requests of the run. It stays the same while tools
+    /// come and go, because the text is at the beginning of every prompt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_search: Option<ToolSearchText>,
     /// The budget, shared with the agents of the tree, that is used up.
     #[serde(skip)]
     pub exhausted_budget: Option<StopReason>,
@@ -168,22 +193,28 @@ impl RunProgress {
     pub fn describe_total_failure(&self) -> Option<String> {
         let calls = self.calls.saturating_sub(self.baseline.calls);
         let failed = self.failed_calls.saturating_sub(self.baseline.failed_calls);
-        if calls == 0 || failed != calls || self.has_withheld_call {
+        let all = calls.saturating_add(self.refused_calls);
+        if all == 0 || failed != calls || self.has_withheld_call {
             return None;
         }
-        let subject = match calls {
+        let subject = match all {
             1 => "The only tool call failed".to_owned(),
-            calls => format!("All {calls} tool calls failed"),
+            all => format!("All {all} tool calls failed"),
         };
         Some(match &self.last_failure {
-            Some(reason) if calls == 1 => format!("{subject}: {reason}"),
+            Some(reason) if all == 1 => format!("{subject}: {reason}"),
             Some(reason) => format!("{subject}, the last one with: {reason}"),
             None => subject,
         })
     }
 
-    /// Returns the failure that caused a total failure of another run, if a text describes one:
-    /// the last call of the last agent below it.
+    /// Returns true if no call of the run can have taken effect.
+    pub fn is_harmless(&self) -> bool {
+        self.harmless_calls >= self.calls && self.pending_calls.is_empty()
+    }
+
+    /// Returns the innermost failure in a text that [`Self::describe_total_failure`] wrote,
+    /// directly or through a chain of agents; `None` for any other text.
     pub(crate) fn innermost_failure(text: &str) -> Option<&str> {
         let ends = ["tool call failed: ", "the last one with: "]
             .into_iter()
@@ -197,7 +228,7 @@ impl RunProgress {
         self.baseline = self.usage_so_far();
         (self.repeated_steps, self.failed_steps) = (0, 0);
         (self.last_failure, self.has_withheld_call) = (None, false);
-        self.ending = None;
+        (self.ending, self.refused_calls) = (None, 0);
         if self.pending_reply.is_none() {
             self.stop_reason = None;
         }
@@ -239,6 +270,8 @@ impl Conversation {
             baseline: before.usage_so_far(),
             pending_calls: before.pending_calls,
             pending_reply: before.pending_reply,
+            harmless_calls: before.harmless_calls,
+            tool_search: before.tool_search,
             ..RunProgress::default()
         };
     }

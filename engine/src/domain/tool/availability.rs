@@ -1,7 +1,7 @@
 //! The availability of a tool: whether its executor can take a call now. Pure.
 //!
-//! A call of a tool whose executor is away is accepted and waits. The caller should know: the text
-//! says what the call waits for, and who was there last.
+//! A call of a tool whose executor is away is accepted and waits. The caller should know that: the
+//! text names the reason, and the client that was connected last.
 
 /// Availability of a tool at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

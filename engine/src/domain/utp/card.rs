@@ -313,7 +313,7 @@ pub fn fault_from_error(error: Option<&Value>) -> Fault {
         error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()).cloned();
     let named = detail.as_ref().and_then(|detail| detail.get(CODE_IN_DETAIL));
     let named = named.and_then(Value::as_str).and_then(Code::parse);
-    // A detail may refine the error's code, and not contradict it.
+    // A detail may refine the error's code but must not contradict it.
     if let Some(named) = named.filter(|named| named.utp_code() == code) {
         fault.code = named;
         if let Some(Value::Object(fields)) = &mut detail {
@@ -348,8 +348,8 @@ pub fn derived_id(call: &CallId, kind: &str) -> String {
     format!("card_{body}_{end}")
 }
 
-/// Returns a fault in UTP's form. UTP has no code for an unknown outcome, and it must not be taken
-/// for a failure of the tool: the detail names it.
+/// Returns a fault in UTP's form. UTP has no code for an unknown outcome. The detail names that
+/// code, so that the outcome is not taken for a failure of the tool.
 pub fn error_json(fault: &Fault, source: &str) -> Value {
     let mut detail = fault.detail.clone().unwrap_or(Value::Null);
     if fault.code == Code::OutcomeUnknown {

@@ -31,6 +31,21 @@ pub struct TurnDelegation {
     /// Place of the turn in the tree of agents.
     #[serde(default)]
     pub lineage: TurnLineage,
+    /// Number of tool calls that the turn has made.
+    #[serde(default)]
+    pub used_calls: u64,
+    /// Number of tokens that the model of the worker has used for the turn, as the worker reports
+    /// them.
+    #[serde(default)]
+    pub used_tokens: u64,
+}
+
+impl TurnDelegation {
+    /// Records the total of tokens that a worker reports. A report that was overtaken by a later
+    /// one changes nothing.
+    pub fn report_tokens(&mut self, total: Option<u64>) {
+        self.used_tokens = self.used_tokens.max(total.unwrap_or(0));
+    }
 }
 
 /// The place of a turn in a tree of agents. The agents that it calls continue the tree.

@@ -23,6 +23,11 @@ pub struct Subject<'a> {
 
 /// Parses a subject; `None` if it is not one of UTP's.
 pub fn parse(text: &str) -> Option<Subject<'_>> {
+    parse_prefix(text).filter(|parts| !parts.suffix.is_empty())
+}
+
+/// Parses a subject that may end with its target: then the suffix is empty.
+pub fn parse_prefix(text: &str) -> Option<Subject<'_>> {
     let mut tokens = text.splitn(8, '.');
     let mut next = || tokens.next().filter(|token| !token.is_empty());
     if next()? != "cg" {
@@ -35,7 +40,7 @@ pub fn parse(text: &str) -> Option<Subject<'_>> {
         category: next()?,
         component: next()?,
         target: next()?,
-        suffix: next()?,
+        suffix: next().unwrap_or_default(),
     })
 }
 

@@ -38,6 +38,50 @@ fn a_kill_switch_says_if_the_attempt_may_have_happened() {
 }
 
 #[test]
+fn a_call_that_waits_for_input_says_that_it_may_have_happened() {
+    let states = |effect: Effect| {
+        let mut waiting = call_in(Executor::BUILTIN, State::Input);
+        waiting.target.effect = effect;
+        // The answers are there, and no slot is free.
+        let answered = step(&waiting, &answers(&["name", "city"]), NOW).unwrap().call;
+        assert_eq!(answered.hold, Some(Hold::Queue));
+        [waiting, answered]
+    };
+    let ends = |call: &Call| {
+        let canceled = (event_of(Case::Cancel).0, Code::Canceled, Code::Canceled);
+        let denied = Code::PermissionDenied;
+        let revoked = (event_of(Case::PermissionRevoked).0, Code::OutcomeUnknown, denied);
+        let switched = (switched_off(), Code::OutcomeUnknown, denied);
+        let late = (Event::Deadline, Code::Timeout, Code::Timeout);
+        [canceled, revoked, switched, late].map(|(event, irreversible, other)| {
+            let end = step(call, &event, call.deadline_ms).unwrap().call;
+            (end.outcome.unwrap().error.unwrap(), irreversible, other)
+        })
+    };
+    for call in states(Effect::Irreversible) {
+        for (fault, code, _) in ends(&call) {
+            assert_eq!((fault.code, fault.retryable), (code, false), "{fault}");
+            assert_eq!(fault.side_effect, SideEffect::Possible, "{fault}");
+            assert!(fault.message.contains("had begun when it requested input"), "{fault}");
+            assert!(fault.message.ends_with(MAY_HAVE_HAPPENED), "{fault}");
+        }
+    }
+    for call in states(Effect::Idempotent) {
+        for (fault, _, code) in ends(&call) {
+            assert_eq!((fault.code, fault.side_effect), (code, SideEffect::Possible), "{fault}");
+            assert_eq!(fault.retryable, code == Code::Timeout, "{fault}");
+            assert!(fault.message.ends_with("may have taken effect"), "{fault}");
+        }
+    }
+    for call in states(Effect::Read) {
+        for (fault, _, code) in ends(&call) {
+            assert_eq!((fault.code, fault.retryable), (code, code == Code::Timeout), "{fault}");
+            assert!(!fault.message.contains("may have"), "{fault}");
+        }
+    }
+}
+
+#[test]
 fn a_call_executes_nothing_before_its_predecessor_ends() {
     let waiting = call_in(Executor::BUILTIN, State::Predecessor);
     let (lost, now) = event_of(Case::OwnerLost);

@@ -31,6 +31,9 @@ pub trait AgentStore: Send + Sync {
     /// Stores a new box.
     async fn put_box(&self, new: CardBox) -> Result<(), StoreError>;
 
+    /// Returns the number of stored boxes of a project.
+    async fn count_boxes(&self, project: &str) -> Result<usize, StoreError>;
+
     /// Returns one box of a project.
     async fn card_box(&self, project: &str, box_id: &str) -> Result<Option<CardBox>, StoreError>;
 }

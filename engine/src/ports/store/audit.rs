@@ -42,8 +42,8 @@ pub trait AuditStore: Send + Sync {
 
     /// Deletes up to `limit` of the first rows, as far as they are older than `before_ms`, and
     /// moves the checkpoint of the chain to the last of them. A row with a time after `now_ms` was
-    /// written while the clock was wrong: it goes with the next row that is old. Returns the number
-    /// of deleted rows.
+    /// written while the clock was wrong: it is deleted with the next row that is old. Returns the
+    /// number of deleted rows.
     async fn prune_audit_log(
         &self,
         before_ms: u64,

@@ -48,7 +48,8 @@ pub struct AcceptedCallScan {
     found: Vec<AcceptedCall>,
 }
 
-/// Calls are committed at most this long after their creation, or in another order by as much.
+/// Maximum time between the creation and the commit of a call. Commit order differs from the order
+/// of creation by at most this time, so a scan looks that much further back.
 const COMMIT_DELAY_MS: u64 = 10_000;
 
 impl AcceptedCallScan {

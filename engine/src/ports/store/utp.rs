@@ -118,6 +118,16 @@ pub trait UtpStore: Send + Sync {
     /// Returns one turn of a project.
     async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError>;
 
+    /// Returns the turns that calls handed over in the tree with this first run or turn, ordered by
+    /// id, after this one. A turn that begins a tree itself is not among them.
+    async fn tree_turns(
+        &self,
+        project: &str,
+        root_id: &str,
+        after: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<Turn>, StoreError>;
+
     /// Saves a turn whose stored version is exactly one lower (a new turn has version 1).
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError>;
 

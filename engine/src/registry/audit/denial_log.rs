@@ -1,6 +1,7 @@
-//! Denials in the audit log. The first of equal denials is written before it is answered; the
-//! others of the next minute become one entry with their number. One agent causes a bounded number
-//! of entries per minute, whatever names it tries: the rest is counted too.
+//! Denials in the audit log. The first of equal denials is written before it is answered; its
+//! repetitions in the next minute become one summary entry with their count. One agent causes a
+//! bounded number of entries per minute, whatever names it tries: its further denials become one
+//! summary entry too.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -10,7 +11,7 @@ use crate::domain::directory::AuditEntry;
 use crate::domain::fault::Error;
 use crate::ports::core::{Core, from_store_error};
 
-/// Time over which equal denials become one entry.
+/// Length of the window in which equal denials become one entry.
 const WINDOW_MS: u64 = 60_000;
 /// Maximum number of different denials of one agent that are written per window.
 const MAX_PER_AGENT: usize = 100;
@@ -19,19 +20,19 @@ const MAX_PER_AGENT: usize = 100;
 #[derive(Default)]
 pub(in crate::registry) struct DenialLog {
     windows: Mutex<HashMap<AgentKey, AgentWindow>>,
-    /// Entries with numbers that are not written yet.
+    /// Summary entries that are not written yet.
     summaries: Mutex<VecDeque<AuditEntry>>,
 }
 
 /// Project and agent.
 type AgentKey = (String, String);
 
-/// The denials of one agent since a time.
+/// The denials of one agent in one window.
 struct AgentWindow {
     since_ms: u64,
     /// The denials that were written, each with the number of its repetitions since.
     written: Vec<(AuditEntry, u64)>,
-    /// The last denial of those over the maximum, and their number.
+    /// The last denial over the maximum, and the number of denials over it.
     others: Option<(AuditEntry, u64)>,
 }
 
@@ -55,7 +56,8 @@ impl AgentWindow {
         true
     }
 
-    /// Returns the entries with the numbers of what was not written.
+    /// Returns the summary entries: the repetitions of each written denial, and the denials over
+    /// the maximum.
     fn into_summaries(self) -> Vec<AuditEntry> {
         let repeated = self.written.into_iter().filter(|(_, repeats)| *repeats > 0);
         let repeated = repeated.map(|(entry, repeats)| {
@@ -85,7 +87,8 @@ fn is_equal(a: &AuditEntry, b: &AuditEntry) -> bool {
 }
 
 impl DenialLog {
-    /// Writes a denial, or counts it if its equal was written less than a minute ago.
+    /// Writes a denial, or counts it if an equal one was written in the same window or the agent
+    /// has reached the maximum.
     pub(in crate::registry) async fn record(
         &self,
         core: &Core,
@@ -120,7 +123,7 @@ impl DenialLog {
         }
     }
 
-    /// Writes the numbers of the denials whose minute is over; of all if `is_last`.
+    /// Writes the summary entries of the windows that are over; those of all windows if `is_last`.
     pub(in crate::registry) async fn flush(&self, core: &Core, is_last: bool) -> Result<(), Error> {
         let now_ms = core.now_ms();
         {

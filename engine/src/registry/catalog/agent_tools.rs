@@ -15,6 +15,10 @@ const DEFAULT_TIMEOUT_MS: u64 = 600_000;
 /// Number of characters of the instructions that describe an agent without a description.
 const DESCRIPTION_CHARS: usize = 300;
 
+/// Maximum number of characters about an agent in the description of a handoff to it. A request
+/// may offer a handoff to every agent.
+const HANDOFF_DESCRIPTION_CHARS: usize = 120;
+
 /// Returns the tool that calls an agent.
 pub(super) fn agent_tool(project: &str, agent: &AgentDefinition) -> ToolDefinition {
     let profile = &agent.profile;
@@ -77,9 +81,12 @@ pub(super) fn handoff_tool(project: &str, agent: &AgentDefinition) -> Option<Too
         return None;
     }
     let call = agent_tool(project, agent);
+    let profile = &agent.profile;
+    let about = profile.description.as_deref().unwrap_or(&profile.instructions);
     let description = format!(
-        "Hands this conversation off to the agent {}, which continues it in your place. {}",
-        agent.agent_id, call.description
+        "Transfers this conversation to the agent {}, which continues it in your place. {}",
+        agent.agent_id,
+        first_sentence(about, HANDOFF_DESCRIPTION_CHARS)
     );
     let input_schema = json!({
         "type": "object",
@@ -88,13 +95,9 @@ pub(super) fn handoff_tool(project: &str, agent: &AgentDefinition) -> Option<Too
             "messages": {
                 "type": "string",
                 "enum": ["all", "last_n", "none"],
-                "description": "The messages that the agent sees; default: all",
+                "description": "Messages that the agent sees; default: all",
             },
-            "n": {
-                "type": "integer",
-                "minimum": 1,
-                "description": "With last_n: the number of messages; default: 10",
-            },
+            "n": { "type": "integer", "minimum": 1, "description": "For last_n; default: 10" },
         },
         "additionalProperties": false,
     });
@@ -108,4 +111,38 @@ pub(super) fn handoff_tool(project: &str, agent: &AgentDefinition) -> Option<Too
         effect: Effect::Idempotent,
         ..call
     })
+}
+
+/// Returns the first sentence of a text, cut at `max_chars`.
+fn first_sentence(text: &str, max_chars: usize) -> String {
+    let line = text.trim().lines().next().unwrap_or_default();
+    let end = line.char_indices().zip(line.chars().skip(1)).find_map(|((at, c), next)| {
+        // `。` ends a sentence without a space after it.
+        let ends = matches!(c, '。' | '！' | '？') || matches!(c, '.' | '!' | '?') && next == ' ';
+        ends.then_some(at + c.len_utf8())
+    });
+    let sentence = &line[..end.unwrap_or(line.len())];
+    match sentence.chars().count() <= max_chars {
+        true => sentence.to_owned(),
+        false => sentence.chars().take(max_chars - 1).chain(['…']).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_is_one_short_sentence() {
+        let cases = [
+            ("You bill. You refund.", "You bill."),
+            ("  Version 1.2 of the desk\nMore", "Version 1.2 of the desk"),
+            ("你负责账单。你不退款。", "你负责账单。"),
+            ("", ""),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(first_sentence(text, 40), expected);
+        }
+        assert_eq!(first_sentence("abcdef", 4), "abc…");
+    }
 }

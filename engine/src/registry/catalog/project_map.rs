@@ -39,7 +39,7 @@ impl<T> ProjectMap<T> {
 }
 
 impl<T: Default> ProjectMap<T> {
-    /// Returns the value at this place, inserting the default if there is none.
+    /// Returns the value of this project and name, inserting the default if there is none.
     pub(super) fn entry_or_default(&mut self, project: &str, name: &str) -> &mut T {
         self.0.entry(project.to_owned()).or_default().entry(name.to_owned()).or_default()
     }

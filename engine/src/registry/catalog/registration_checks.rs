@@ -5,7 +5,7 @@ use serde_json::json;
 use super::{Catalog, ClientRegistration, RESULT_READ, RUN_FINISH, require_client_owner};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
-use crate::domain::tool::{Executor, MCP_HELPER_TOOLS, ToolDefinition, helper_name_conflict};
+use crate::domain::tool::{Executor, ToolDefinition, helper_name_conflict, is_mcp_helper_name};
 use crate::ports::core::EngineLimits;
 use crate::registry::model_tool_names;
 
@@ -56,7 +56,7 @@ fn registration_conflict(
     tool: &ToolDefinition,
 ) -> Option<String> {
     let name = &tool.name;
-    if MCP_HELPER_TOOLS.contains(&name.as_str()) {
+    if is_mcp_helper_name(name) {
         return Some(helper_name_conflict(name));
     }
     if catalog.shared_tools.contains_key(name) || matches!(name.as_str(), RESULT_READ | RUN_FINISH)

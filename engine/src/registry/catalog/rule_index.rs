@@ -176,7 +176,7 @@ impl ProjectRuleIndex {
         !self.by_action[action as usize].all.is_empty()
     }
 
-    /// Returns true if a rule allows this caller to call any tool.
+    /// Returns true if some rule lets this caller call some tool, with or without an approval.
     pub(crate) fn allows_any(&self, caller: &Caller) -> bool {
         let allows = |rule: &AccessRule| {
             rule.verdict != RuleVerdict::Deny

@@ -18,7 +18,7 @@ use crate::registry::sign_ins::RefusedCredential;
 struct KeyRecord {
     key: ApiKey,
     attributes: Arc<CallerAttributes>,
-    /// The parsed networks. One that cannot be parsed is left out, so that it contains no address.
+    /// The parsed networks. A network that cannot be parsed is omitted: it contains no address.
     networks: Vec<IpNet>,
 }
 

@@ -11,6 +11,7 @@ use crate::domain::agent::{
 use crate::domain::caller::Caller;
 use crate::domain::directory::DirectoryChange;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
 use crate::domain::tool::Executor;
 use crate::domain::utp::is_token;
 use crate::ports::core::from_store_error;
@@ -24,8 +25,32 @@ const MAX_LISTED_VERSIONS: usize = 200;
 const MAX_AGENTS: usize = 10_000;
 
 impl AgentRoster {
+    /// Defines the agent of a document, or only puts it on the roster: see [`parse_agent`].
+    /// `agent_id` is the id from elsewhere, such as a path.
+    pub async fn put_agent(
+        &self,
+        caller: &Caller,
+        agent_id: Option<&str>,
+        document: &Value,
+    ) -> Result<AgentEntry, Error> {
+        let parsed = parse_agent(&caller.project, agent_id, document)?;
+        self.put_parsed_agent(caller, parsed).await
+    }
+
+    /// Defines an agent, or only puts it on the roster.
+    pub async fn put_parsed_agent(
+        &self,
+        caller: &Caller,
+        agent: ParsedAgent,
+    ) -> Result<AgentEntry, Error> {
+        match agent {
+            ParsedAgent::Callable(definition) => self.define_agent(caller, *definition, None).await,
+            ParsedAgent::Wakeable(entry) => self.put_agent_entry(caller, *entry).await,
+        }
+    }
+
     /// Adds an agent to the roster, or replaces its entry. The agent can be woken, and not called
-    /// as a tool.
+    /// as a tool. The same entry again changes nothing.
     pub async fn put_agent_entry(
         &self,
         caller: &Caller,
@@ -36,6 +61,11 @@ impl AgentRoster {
             [("agent_id", &entry.agent_id), ("worker_target", &entry.worker_target)]
         {
             check_token(field, word)?;
+        }
+        let stored = self.registry.find_agent_entry(&entry.project, &entry.agent_id);
+        entry.updated_ms = stored.as_ref().map_or(0, |stored| stored.updated_ms);
+        if stored.as_ref() == Some(&entry) {
+            return Ok(entry);
         }
         entry.updated_ms = self.core.clock.wall_ms();
         self.registry
@@ -216,6 +246,90 @@ struct AgentDocument {
 const RESPONSE_FIELDS: [&str; 6] =
     ["version", "created_by", "derived_from", "updated_at_ms", "tool", "allowed_tools"];
 
+/// An agent as a document describes it.
+#[derive(Debug, Clone)]
+pub enum ParsedAgent {
+    /// An agent that can be called as a tool.
+    Callable(Box<AgentDefinition>),
+    /// An agent that can only be woken.
+    Wakeable(Box<AgentEntry>),
+}
+
+impl ParsedAgent {
+    /// Returns the id of the agent.
+    pub fn agent_id(&self) -> &str {
+        match self {
+            Self::Callable(definition) => &definition.agent_id,
+            Self::Wakeable(entry) => &entry.agent_id,
+        }
+    }
+}
+
+/// Reads an agent from a document. A document with `worker_target` and without `driver` and
+/// `on_parent_end` is about an agent that can only be woken.
+///
+/// # Errors
+///
+/// Refuses a document with wrong types or another id; unknown fields too if the agent can be
+/// called.
+pub fn parse_agent(
+    project: &str,
+    agent_id: Option<&str>,
+    document: &Value,
+) -> Result<ParsedAgent, Error> {
+    let has = |name: &str| document.get(name).is_some_and(|value| !value.is_null());
+    if has("worker_target") && !has("driver") && !has("on_parent_end") {
+        let entry = parse_roster_entry(project, agent_id, document)?;
+        return Ok(ParsedAgent::Wakeable(Box::new(entry)));
+    }
+    let definition = parse_agent_definition(agent_id, document)?;
+    Ok(ParsedAgent::Callable(Box::new(definition)))
+}
+
+/// Reads the entry of an agent that can only be woken.
+fn parse_roster_entry(
+    project: &str,
+    agent_id: Option<&str>,
+    document: &Value,
+) -> Result<AgentEntry, Error> {
+    let wrong_type =
+        |field: &str, expected: &str| invalid(field, format!("{field} must be {expected}"));
+    let in_document = document.get("agent_id").and_then(Value::as_str).map(str::to_owned);
+    let agent_id = resolve_agent_id(agent_id, in_document)?;
+    let worker_target = document["worker_target"].as_str();
+    let worker_target = worker_target.ok_or_else(|| wrong_type("worker_target", "a text"))?;
+    let allowed_tools = match document.get("allowed_tools") {
+        None | Some(Value::Null) => None,
+        Some(list) => Some(
+            serde_json::from_value(list.clone())
+                .map_err(|_| wrong_type("allowed_tools", "a list of names and patterns"))?,
+        ),
+    };
+    let profile = document.get("profile").filter(|profile| !profile.is_null());
+    Ok(AgentEntry {
+        project: project.to_owned(),
+        agent_id,
+        worker_target: worker_target.to_owned(),
+        profile: profile.map(Json::from_value),
+        allowed_tools,
+        updated_ms: 0,
+        definition: None,
+    })
+}
+
+/// Returns the id of an agent: the one from elsewhere, or that of its document.
+fn resolve_agent_id(expected: Option<&str>, in_document: Option<String>) -> Result<String, Error> {
+    match (expected, in_document) {
+        (Some(expected), Some(id)) if !id.is_empty() && id != expected => {
+            let message = format!("agent_id is \"{id}\", and the request is about \"{expected}\"");
+            Err(invalid("agent_id", message))
+        }
+        (Some(expected), _) => Ok(expected.to_owned()),
+        (None, Some(id)) => Ok(id),
+        (None, None) => Err(invalid("agent_id", "agent_id is missing".to_owned())),
+    }
+}
+
 /// Reads an agent from a document: the body of `PUT /v1/agents/{agent_id}`, an entry of the
 /// configuration, or a file. `agent_id` is the id from elsewhere, such as a path.
 ///
@@ -235,17 +349,8 @@ pub fn parse_agent_definition(
         let fault = Fault::new(Code::ValidationError, format!("the agent cannot be read: {error}"));
         Error::from(fault.without_side_effect())
     })?;
-    let id = match (agent_id, document.agent_id) {
-        (Some(expected), Some(id)) if !id.is_empty() && id != expected => {
-            let message = format!("agent_id is \"{id}\", and the request is about \"{expected}\"");
-            return Err(invalid("agent_id", message));
-        }
-        (Some(expected), _) => expected.to_owned(),
-        (None, Some(id)) => id,
-        (None, None) => return Err(invalid("agent_id", "agent_id is missing".to_owned())),
-    };
     Ok(AgentDefinition {
-        agent_id: id,
+        agent_id: resolve_agent_id(agent_id, document.agent_id)?,
         profile: document.profile,
         driver: document.driver,
         worker_target: document.worker_target,

@@ -37,7 +37,7 @@ const FIELDS: [&str; 19] = [
 const MAX_LIST_ENTRIES: usize = 200;
 const MAX_PATTERN_CHARS: usize = 256;
 const MAX_NOTE_CHARS: usize = 1_024;
-/// A year.
+/// Maximum of `expires_in_ms`, the time for an approval: a year.
 const MAX_EXPIRY_MS: u64 = 366 * 24 * 3_600_000;
 
 /// Returns the refusal of a document, with the position of the problem as a JSON pointer.

@@ -65,12 +65,12 @@ fn find_shadowing(rules: &[Arc<CompiledRule>], position: usize) -> Option<&Acces
 
 /// Returns true if the first rule matches everything that the second matches.
 fn covers(general: &AccessRule, special: &AccessRule) -> bool {
-    // An approval has its own approvers and time.
+    // Two rules that ask are equal only if they have the same approvers and the same time.
     let same_approval = general.verdict != RuleVerdict::Ask
         || special.verdict != RuleVerdict::Ask
         || (&general.approvers, general.expires_in_ms)
             == (&special.approvers, special.expires_in_ms);
-    // Sessions of a rule that allows are asserted ones; of others, also runs.
+    // `sessions` of a rule that allows matches asserted sessions only; of other rules, runs too.
     (general.when.is_none() || general.when == special.when)
         && same_approval
         && covers_list(&general.agents, &special.agents)

@@ -15,7 +15,7 @@ use crate::registry::catalog::Catalog;
 use crate::registry::catalog::rule_index::ProjectRuleIndex;
 use crate::registry::catalog::rule_index::compiled_rule::ToolProperties;
 
-/// Number of calls, and their size, that are read at a time.
+/// Maximum number of calls, and their size in bytes, that are read at a time.
 const PAGE_CALLS: usize = 1_000;
 const PAGE_BYTES: usize = 16 << 20;
 /// Maximum number of different changes in a report.

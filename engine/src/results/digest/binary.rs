@@ -3,7 +3,7 @@
 //! Binary data reaches a result as base64, as a data URL, or as text with control characters. None
 //! of its characters help a model; the type, the size and the dimensions of an image do.
 
-/// Minimum length of a text that is taken for base64.
+/// Minimum length of a text that is taken for base64, in bytes.
 const MIN_BASE64: usize = 120;
 /// Number of decoded bytes that show the type.
 const SIGNATURE_BYTES: usize = 64;

@@ -285,7 +285,7 @@ impl<'t> ColumnProfile<'t> {
             let few = distinct.len() <= 12 || distinct.len() * 4 <= rows;
             few && !distinct.is_empty() && distinct.iter().any(|(_, count)| *count > 1)
         });
-        // Few numbers are categories, such as a priority or a status.
+        // A few distinct numbers are categories, such as a priority or a status.
         let is_category = distinct.is_some_and(|d| d.len() <= 12 || self.numbers == 0);
         if let Some(distinct) = distinct.filter(|_| is_category) {
             let mut values: Vec<&(Cow<'_, str>, usize)> = distinct.iter().collect();

@@ -1,5 +1,7 @@
 //! Extracts the visible text of an HTML page, with its headings and links, for a digest.
 
+use crate::results::text_lines::{BoundedLines, bounded_lines};
+
 /// Elements whose content is never visible.
 const HIDDEN: [&str; 6] = ["script", "style", "svg", "noscript", "template", "iframe"];
 /// Elements that begin a line of their own.
@@ -7,7 +9,7 @@ const BLOCKS: [&str; 24] = [
     "p", "div", "li", "ul", "ol", "tr", "table", "h1", "h2", "h3", "h4", "h5", "h6", "br", "hr",
     "section", "article", "header", "footer", "nav", "main", "pre", "dt", "dd",
 ];
-/// Maximum length of an address that is shown with its link.
+/// Maximum length of an address that is shown with its link, in bytes.
 const MAX_ADDRESS: usize = 120;
 
 /// The visible text of a page.
@@ -37,28 +39,59 @@ pub(super) fn is_html(text: &str) -> bool {
 
 /// Extracts the visible text.
 pub(super) fn extract_text(html: &str) -> HtmlText {
-    let mut reader = HtmlReader { page: HtmlText::default(), line: String::new(), source_line: 0 };
+    let mut reader = HtmlReader {
+        page: HtmlText::default(),
+        line: String::new(),
+        segments: Vec::new(),
+        position: 0,
+        lines: LineCounter { rest: bounded_lines(html), number: 0, end: 0 },
+    };
     reader.read(html);
     reader.page
 }
 
-struct HtmlReader {
+struct HtmlReader<'h> {
     page: HtmlText,
     line: String,
-    source_line: usize,
+    /// The offset within the line and the position within the page of each text in the line.
+    segments: Vec<(usize, usize)>,
+    /// Position within the page up to which it is read.
+    position: usize,
+    lines: LineCounter<'h>,
 }
 
-impl HtmlReader {
+/// Finds the line of a position, for positions in increasing order. Lines are those that slices
+/// are read by, so that a page without line breaks has several.
+struct LineCounter<'h> {
+    rest: BoundedLines<'h>,
+    number: usize,
+    /// Position after the present line.
+    end: usize,
+}
+
+impl LineCounter<'_> {
+    fn line_at(&mut self, position: usize) -> usize {
+        while position >= self.end
+            && let Some(line) = self.rest.next()
+        {
+            self.end += line.len();
+            self.number += 1;
+        }
+        self.number.saturating_sub(1)
+    }
+}
+
+impl HtmlReader<'_> {
     fn read(&mut self, html: &str) {
         let (mut rest, mut address) = (html, None);
         let mut in_title = false;
         while let Some(at) = rest.find('<') {
+            self.position = html.len() - rest.len();
             self.push_text(&rest[..at], in_title);
-            self.count_lines(&rest[..at]);
             rest = &rest[at..];
+            self.position = html.len() - rest.len();
             if let Some(comment) = rest.strip_prefix("<!--") {
                 let end = comment.find("-->").map_or(rest.len(), |end| end + 7);
-                self.count_lines(&rest[..end]);
                 rest = &rest[end..];
                 continue;
             }
@@ -68,7 +101,6 @@ impl HtmlReader {
                 break;
             };
             let tag = &rest[1..end];
-            self.count_lines(tag);
             let closes = tag.starts_with('/');
             let name = tag.trim_start_matches('/').split([' ', '\n', '\t', '\r', '/']).next();
             let name = name.unwrap_or_default().to_lowercase();
@@ -76,7 +108,6 @@ impl HtmlReader {
             if !closes && HIDDEN.contains(&name.as_str()) && !tag.ends_with('/') {
                 let close = format!("</{name}");
                 let end = find_ignoring_case(rest, &close).unwrap_or(rest.len());
-                self.count_lines(&rest[..end]);
                 rest = &rest[end..];
                 continue;
             }
@@ -85,6 +116,7 @@ impl HtmlReader {
             }
             self.open_or_close(&name, tag, closes, &mut address);
         }
+        self.position = html.len() - rest.len();
         self.push_text(rest, false);
         self.end_line();
     }
@@ -137,6 +169,7 @@ impl HtmlReader {
         if text.starts_with(char::is_whitespace) && !self.line.ends_with(' ') {
             self.line.push(' ');
         }
+        self.segments.push((self.line.len(), self.position));
         self.line.push_str(&words);
         if text.ends_with(char::is_whitespace) {
             self.line.push(' ');
@@ -146,16 +179,27 @@ impl HtmlReader {
     fn end_line(&mut self) {
         let line = self.line.trim();
         if !line.is_empty() && line != "-" && line != "#" {
+            let begin = self.page.text.len();
+            let trimmed = self.line.len() - self.line.trim_start().len();
             self.page.text.push_str(line);
             self.page.text.push('\n');
-            let lines = crate::results::text_lines::bounded_lines(line).count().max(1);
-            self.page.source_lines.extend(std::iter::repeat_n(self.source_line, lines));
+            let (mut offset, mut segment) = (trimmed, 0);
+            for part in bounded_lines(&self.page.text[begin..]) {
+                // Entities and spaces make a text shorter than its source, never longer: the line
+                // found is the one of the text, or one a little before it.
+                while self.segments.get(segment + 1).is_some_and(|(start, _)| *start <= offset) {
+                    segment += 1;
+                }
+                let source = self.segments.get(segment).copied().unwrap_or_default();
+                let next = self.segments.get(segment + 1).map_or(self.position, |next| next.1);
+                let position = source.1 + offset.saturating_sub(source.0);
+                let source_line = self.lines.line_at(position.min(next));
+                self.page.source_lines.push(source_line);
+                offset += part.len();
+            }
         }
         self.line.clear();
-    }
-
-    fn count_lines(&mut self, passed: &str) {
-        self.source_line += passed.bytes().filter(|byte| *byte == b'\n').count();
+        self.segments.clear();
     }
 }
 
@@ -228,6 +272,27 @@ fn decode_entity(name: &str) -> Option<char> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_of_a_page_without_breaks_are_those_of_slices() {
+        let paragraph = |n: usize| format!("<p>Paragraph {n} has <b>some</b> text &amp; more.</p>");
+        let page: String = (0..400).map(paragraph).collect();
+        let long = format!("<h1>Start</h1><p>{}</p>", "word &amp; ".repeat(1_500));
+        for html in [format!("<html>{page}</html>"), format!("{page}{long}{page}"), long] {
+            let extracted = extract_text(&html);
+            let lines: Vec<&str> = bounded_lines(&html).collect();
+            let shown: Vec<&str> = bounded_lines(&extracted.text).collect();
+            assert_eq!(shown.len(), extracted.source_lines.len());
+            assert!(extracted.source_lines.is_sorted());
+            for (text, line) in shown.iter().zip(&extracted.source_lines) {
+                if let Some(words) = text.find("Paragraph ").map(|at| &text[at..at + 13]) {
+                    let source = lines[*line..].iter().take(2).copied().collect::<String>();
+                    assert!(source.contains(words), "{words} is not in line {line}");
+                }
+            }
+            assert!(extracted.source_lines.last() > Some(&(lines.len() / 2)), "{}", lines.len());
+        }
+    }
 
     #[test]
     fn visible_text_is_extracted_with_links_and_source_lines() {

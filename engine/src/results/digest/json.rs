@@ -15,7 +15,7 @@ use crate::results::pointer::escape_key;
 use crate::results::rows::{RowLayout, RowTable};
 use crate::results::tokens;
 
-/// Strings longer than this are examined for binary data.
+/// Strings of more bytes are examined for binary data.
 const MIN_BINARY_TEXT: usize = 200;
 /// Arrays of objects with fewer items need no figures.
 const LEAST_PROFILED_ROWS: usize = 8;

@@ -87,8 +87,8 @@ impl DocumentSampler {
 
     fn list<'a>(&mut self, cursor: &mut JsonCursor<'a>, depth: usize) -> SampleArray<'a> {
         let begin = cursor.position();
-        // One part of the remaining allowance is for the first items, one for the samples behind
-        // them, and most of it for the rest of the document.
+        // A quarter of the remaining allowance is for the first items, an eighth for the samples
+        // of the others, and most of it for the rest of the document.
         let (first, all) = (self.left / 4 * 3, self.left / 8 * 5);
         let (mut count, mut head, mut sampler) = (0, Vec::new(), StrideSampler::default());
         cursor.enter();

@@ -278,7 +278,7 @@ fn matching_rows(text: &str, rows: &[RowText<'_>], words: &KeywordMatcher) -> Ve
         (row.written.as_ptr() as usize).saturating_sub(text.as_ptr() as usize) + row.written.len()
     };
     let mut row = 0;
-    words.visit_hits(text, |offset, word| {
+    words.visit_hits(text, usize::MAX, |offset, word| {
         while rows.get(row).is_some_and(|row| end(row) <= offset) {
             row += 1;
         }

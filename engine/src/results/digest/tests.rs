@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::results::text_lines::bounded_lines;
 
 fn call_id() -> CallId {
     "tc_01JD0ABCDEFGHJKMNPQRSTVWXY".parse().unwrap()
@@ -41,6 +42,58 @@ fn a_result_within_the_budget_needs_no_digest() {
     let tokens = tokens::count(data.text());
     assert_eq!(digest(&data, tokens, &source), None);
     assert!(digest(&data, tokens - 1, &source).is_some());
+}
+
+#[test]
+fn characters_that_the_tool_escaped_are_shown() {
+    let call_id = call_id();
+    let hint = Some(r#"{"city":"\u4e0a\u6d77"}"#);
+    let source = DigestSource { call_id: &call_id, tool: "some.tool", hint, reader: "result.read" };
+    let row = |n: usize| {
+        let city = if n == 500 { "\\u4e0a\\u6d77" } else { "\\u5317\\u4eac" };
+        format!(r#"{{"id":{n},"city":"{city}","sum":{n}.10}}"#)
+    };
+    let rows = (0..900).map(row).collect::<Vec<_>>();
+    let table = format!("[{}]", rows.join(","));
+    let text = |text: String| Json::from_value(&Value::from(text)).text().to_owned();
+    let documents = [
+        table.clone(),
+        format!(r#"{{"content":[{{"type":"text","text":{}}}]}}"#, text(table.clone())),
+        text(rows.join("\n")),
+        format!(r#"{{"a":{table},"b":{table}}}"#),
+    ];
+    for document in documents {
+        let data = Json::parse(&document).unwrap();
+        let digest = digest(&data, 500, &source).unwrap();
+        assert!(!digest.text.contains("\\u"), "{}", digest.text);
+        assert_contains(&digest, &["北京", "上海", "500.10"]);
+        assert_eq!(digest.whole_bytes, document.len());
+    }
+    // A result that fits once it is decoded needs no digest.
+    let short = Json::parse(&format!(r#""{}""#, "\\u5317\\u4eac".repeat(20))).unwrap();
+    assert_eq!(digest(&short, 60, &source), None);
+}
+
+#[test]
+fn omitted_parts_of_a_page_without_line_breaks_are_at_their_offsets() {
+    let paragraph = |n: usize| format!("<p>Paragraph {n:03} of the page</p>");
+    let page = format!("<html><body>{}</body></html>", (0..900).map(paragraph).collect::<String>());
+    let digest = make_digest(&Value::from(page.clone()), 250, Some("Paragraph 500"));
+    let lines: Vec<&str> = bounded_lines(&page).collect();
+    let (mut last, mut marks) = (None, Vec::new());
+    for line in digest.text.lines() {
+        if let Some(at) = line.strip_prefix("[… ").and_then(|mark| mark.split("offset ").nth(1)) {
+            let offset: usize = at.trim_end_matches(']').parse().unwrap();
+            // The paragraph after the last one shown begins there.
+            let next = last.map_or(0, |number: usize| number + 1);
+            let near = lines[offset..].iter().take(2).copied().collect::<String>();
+            assert!(near.contains(&format!("Paragraph {next:03}")), "{next} not at {offset}");
+            marks.push(offset);
+        } else if let Some((_, words)) = line.split_once("Paragraph ") {
+            last = words.get(..3).and_then(|number| number.parse().ok()).or(last);
+        }
+    }
+    assert!(marks.len() >= 2 && marks.is_sorted() && marks[0] < marks[1], "{}", digest.text);
 }
 
 #[test]

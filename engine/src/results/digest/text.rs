@@ -46,7 +46,7 @@ struct LineBlock {
 }
 
 /// Analysis of a text, computed once because the text is long.
-struct TextAnalysis<'t> {
+pub(super) struct TextAnalysis<'t> {
     text: &'t str,
     lines: usize,
     /// Blocks with their scores.
@@ -67,41 +67,45 @@ struct TextExcerpt {
     line: usize,
 }
 
-/// Renders the head, the tail and the most relevant middle in at most `budget` tokens, with a mark
-/// wherever something is omitted. `source_lines` has the numbers of the lines within the source, if
-/// the text was extracted from one.
-pub(super) fn render(
-    text: &str,
-    words: &KeywordMatcher,
-    budget: usize,
-    source_lines: Option<&[usize]>,
-) -> String {
-    if !tokens::exceeds(text, budget) {
-        return text.to_owned();
+impl<'t> TextAnalysis<'t> {
+    /// Scores all lines of a text. `source_lines` has the numbers of the lines within the source,
+    /// if the text was extracted from one.
+    pub(super) fn new(
+        text: &'t str,
+        words: &'t KeywordMatcher,
+        source_lines: Option<&'t [usize]>,
+    ) -> Self {
+        let blocks = split_blocks(text);
+        let found: Vec<u64> =
+            blocks.iter().map(|block| words.match_bits(&text[block.begin..block.end])).collect();
+        let weights = words.weights(&found);
+        let has_query_hits = found.iter().any(|bits| words.query_bits(*bits) != 0);
+        let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
+        let scored = blocks
+            .into_iter()
+            .zip(&found)
+            .map(|(block, bits)| (score(&text[block.begin..block.end], *bits, &weights), block));
+        let blocks = scored.collect();
+        Self { text, lines, blocks, words, weights, has_query_hits, source_lines }
     }
-    let blocks = split_blocks(text);
-    let found: Vec<u64> =
-        blocks.iter().map(|block| words.match_bits(&text[block.begin..block.end])).collect();
-    let weights = words.weights(&found);
-    let has_query_hits = found.iter().any(|bits| words.query_bits(*bits) != 0);
-    let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
-    let scored = blocks
-        .into_iter()
-        .zip(&found)
-        .map(|(block, bits)| (score(&text[block.begin..block.end], *bits, &weights), block));
-    let blocks = scored.collect();
-    let analysis =
-        TextAnalysis { text, lines, blocks, words, weights, has_query_hits, source_lines };
-    // The cost of the marks between the parts is known only after composing.
-    let mut part = budget;
-    for _ in 0..14 {
-        let composed = analysis.compose(part);
-        if !tokens::exceeds(&composed, budget) {
-            return composed;
+
+    /// Renders the head, the tail and the most relevant middle in at most `budget` tokens, with a
+    /// mark wherever something is omitted.
+    pub(super) fn render(&self, budget: usize) -> String {
+        if !tokens::exceeds(self.text, budget) {
+            return self.text.to_owned();
         }
-        part = (part * 7 / 8).saturating_sub(2);
+        // The cost of the marks between the parts is known only after composing.
+        let mut part = budget;
+        for _ in 0..14 {
+            let composed = self.compose(part);
+            if !tokens::exceeds(&composed, budget) {
+                return composed;
+            }
+            part = (part * 7 / 8).saturating_sub(2);
+        }
+        String::new()
     }
-    String::new()
 }
 
 /// Counts the lines of a text in the same way as readers of slices do.
@@ -110,10 +114,18 @@ pub(super) fn line_count(text: &str) -> usize {
 }
 
 fn score(written: &str, bits: u64, weights: &KeywordWeights) -> f64 {
-    let digits = written.bytes().filter(u8::is_ascii_digit).count();
+    let digits = count_digits(written.as_bytes());
     // Some figures among words count; a block of nothing but digits is no better than any other.
     let has_figures = digits * 25 > written.len() && digits * 2 < written.len();
     weights.total(bits) + if has_figures { FIGURES_SCORE } else { 0.0 }
+}
+
+/// Counts the digits of a text. Counts in bytes within chunks, which the compiler vectorizes.
+fn count_digits(bytes: &[u8]) -> usize {
+    let in_chunk = |chunk: &[u8]| {
+        chunk.iter().fold(0_u8, |count, byte| count + u8::from(byte.is_ascii_digit()))
+    };
+    bytes.chunks(255).map(|chunk| usize::from(in_chunk(chunk))).sum()
 }
 
 impl TextAnalysis<'_> {
@@ -133,8 +145,8 @@ impl TextAnalysis<'_> {
         out.finish(self.lines)
     }
 
-    /// Divides the budget. If it is small, the best line takes precedence over head and tail; if
-    /// the text contains words of the query, these lines do.
+    /// Divides the budget. If the text contains words of the query, the middle gets more of it. If
+    /// the budget is small, the best line takes precedence over head and tail.
     fn section_budgets(&self, budget: usize) -> SectionBudgets {
         let (head, tail) = match self.has_query_hits {
             true => (budget / 4, budget / 8),
@@ -142,7 +154,7 @@ impl TextAnalysis<'_> {
         };
         let middle = budget.saturating_sub(head + tail + 24);
         let relevant = || self.blocks.iter().any(|(score, _)| *score > FIGURES_SCORE);
-        // If it is very small, the best line takes precedence over everything else.
+        // With a very small budget, the best line takes precedence over everything else.
         let best_line = BEST_LINE_TOKENS.min(budget.saturating_sub(8));
         if middle >= best_line || budget < MIN_TOKENS_FOR_BEST_LINE || !relevant() {
             return SectionBudgets { head, middle, tail };

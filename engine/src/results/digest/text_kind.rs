@@ -6,6 +6,7 @@ use std::fmt::Write;
 
 use super::binary::{self, BinaryContent};
 use super::html::{self, HtmlText};
+use crate::results::text_lines::plain_lines;
 use crate::results::tokens;
 
 /// Lines that are compared to recognize a kind.
@@ -141,14 +142,18 @@ impl FactWriter {
 
 /// Returns the level of a log line.
 fn line_level(line: &str) -> Option<&'static str> {
-    let begin = &line[..line.floor_char_boundary(LEVEL_BYTES)];
-    let mut words = begin.split(|c: char| !c.is_ascii_alphabetic()).filter(|word| !word.is_empty());
-    words.by_ref().take(12).find_map(|word| {
-        let is_level = word.len() <= 8
-            && (word.bytes().all(|b| b.is_ascii_uppercase())
-                || word.bytes().all(|b| b.is_ascii_lowercase()));
-        let known = LEVELS.iter().find(|(name, _)| is_level && word.eq_ignore_ascii_case(name));
-        known.map(|(_, level)| *level)
+    // Works on bytes, because a log can have hundreds of thousands of lines.
+    let begin = &line.as_bytes()[..line.len().min(LEVEL_BYTES)];
+    let words = begin.split(|byte| !byte.is_ascii_alphabetic()).filter(|word| !word.is_empty());
+    let may_be_level = |word: &&[u8]| {
+        (4..=8).contains(&word.len()) && b"fcewnidt".contains(&word[0].to_ascii_lowercase())
+    };
+    words.take(12).filter(may_be_level).find_map(|word| {
+        let known = LEVELS.iter().find(|(name, _)| word.eq_ignore_ascii_case(name.as_bytes()));
+        let (_, level) = known?;
+        let is_level =
+            word.iter().all(u8::is_ascii_uppercase) || word.iter().all(u8::is_ascii_lowercase);
+        is_level.then_some(*level)
     })
 }
 
@@ -205,7 +210,7 @@ fn describe_log(text: &str, facts: &mut FactWriter) {
     let mut messages: HashMap<String, (usize, usize, &str)> = HashMap::new();
     let first = text.lines().take(COMPARED_LINES).find_map(line_time);
     let last = text.lines().rev().take(COMPARED_LINES).find_map(line_time);
-    for (number, line) in text.lines().enumerate() {
+    for (number, line) in plain_lines(text).enumerate() {
         let Some(level) = line_level(line) else { continue };
         match levels.iter_mut().find(|(name, _)| *name == level) {
             Some((_, count)) => *count += 1,

@@ -4,9 +4,9 @@ use std::borrow::Cow;
 
 /// Records that are compared to recognize a table.
 const COMPARED_RECORDS: usize = 12;
-/// Maximum length of a column's name.
+/// Maximum length of a column's name, in bytes.
 const MAX_NAME: usize = 80;
-/// Maximum length of a record of a table.
+/// Maximum length of the first line of a table, in bytes.
 const MAX_RECORD: usize = 20_000;
 
 /// Iterates over the records of a text.
@@ -112,7 +112,7 @@ pub(crate) fn detect(text: &str) -> Option<(u8, Vec<String>)> {
             }
             compared += 1;
         }
-        // Prose has no several lines with the same number of commas.
+        // In prose, several lines rarely have the same number of delimiters.
         let is_table = compared >= 3 || compared >= 2 && names.len() >= 3;
         is_table.then(|| (delimiter, names.into_iter().map(|name| name.trim().into()).collect()))
     })

@@ -1,7 +1,8 @@
 //! Filters, selects and aggregates the rows of a table.
 //!
 //! The rows are visited once and never parsed into a tree. Numbers are compared by their value and
-//! added exactly; a text that is a number counts as one, because many APIs write amounts as text.
+//! added exactly; a text that is a number counts as one, because many APIs write amounts as text. A
+//! figure that leaves out values of a column states their number.
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
@@ -322,6 +323,7 @@ pub(super) fn query_rows(
         let value = json_from_span(&format!("[{}]", rows.join(",")));
         return Ok((total, SliceContent::Rows { value, row_numbers, matched }));
     }
+    groups.check_numbers(query)?;
     let value = groups.into_value(query, take);
     Ok((total, SliceContent::Rows { value, row_numbers: Vec::new(), matched }))
 }
@@ -388,11 +390,12 @@ fn unknown_column_fault(table: &RowTable<'_>, field: &str, column: &str) -> Faul
     let mut known: Vec<String> = Vec::new();
     match table.stated_columns() {
         Some(columns) => known.extend_from_slice(columns),
-        None => table.visit(|index, row| {
+        // A column may be present in the last row alone.
+        None => table.visit(|_, row| {
             if let TableRow::Json { written, .. } = row {
                 add_keys(written, &mut known);
             }
-            index < 200
+            known.len() <= MAX_COLUMNS_LISTED
         }),
     }
     let more = if known.len() > MAX_COLUMNS_LISTED { ", …" } else { "" };
@@ -583,6 +586,32 @@ impl GroupTable {
         true
     }
 
+    /// Refuses a sum or an average of a column that holds no number at all: its figure would look
+    /// like a fact.
+    fn check_numbers(&self, query: &RowQuery) -> Result<(), Fault> {
+        for (n, aggregate) in query.aggregates.iter().enumerate() {
+            let operation = aggregate.operation;
+            if !matches!(operation, AggregateOperation::Sum | AggregateOperation::Avg) {
+                continue;
+            }
+            let figures = || self.groups.iter().filter_map(|(_, figures)| figures.get(n));
+            let values: usize = figures().map(|figure| figure.count).sum();
+            if values == 0 || figures().any(|figure| figure.numbers > 0) {
+                continue;
+            }
+            let (word, column) = (operation.as_str(), aggregate.column.as_deref());
+            let example = figures().find_map(|figure| figure.first.as_deref()).unwrap_or_default();
+            let example: String = example.chars().take(40).collect();
+            let message = format!(
+                "aggregate: {word} needs numbers, and none of the {values} values of {:?} is one; \
+                 such as {example:?}; use count, min or max",
+                column.unwrap_or_default(),
+            );
+            return Err(invalid_field("aggregate", message));
+        }
+        Ok(())
+    }
+
     /// Returns the groups as JSON, those with the greatest first figure first; or one object if
     /// there are no groups.
     fn into_value(mut self, query: &RowQuery, take: &mut MemberWindow) -> Json {
@@ -627,13 +656,39 @@ fn render_group(
     let columns = query.group_by.iter().zip(values);
     let columns =
         columns.map(|(column, value)| format!("{}:{value}", Value::from(column.as_str())));
-    let figures = aggregates.iter().zip(figures).map(|(aggregate, figure)| {
+    let shown = aggregates.iter().zip(figures).map(|(aggregate, figure)| {
         format!("{}:{}", Value::from(aggregate.label()), figure.to_json(aggregate.operation))
     });
-    format!("{{{}}}", columns.chain(figures).collect::<Vec<_>>().join(","))
+    let notes = mixed_columns(aggregates, figures);
+    format!("{{{}}}", columns.chain(shown).chain(notes).collect::<Vec<_>>().join(","))
+}
+
+/// Returns a member for each column with numbers and other values, of which a figure covers only
+/// one kind: `"values(amount)":{"numbers":8,"others":2}`.
+fn mixed_columns(aggregates: &[Aggregate], figures: &[Accumulator]) -> Vec<String> {
+    let (mut notes, mut noted) = (Vec::new(), BTreeSet::new());
+    for (aggregate, figure) in aggregates.iter().zip(figures) {
+        let Some(column) = aggregate.column.as_deref() else { continue };
+        let others = figure.count - figure.numbers;
+        let is_partial = match aggregate.operation {
+            AggregateOperation::Count => false,
+            AggregateOperation::Sum | AggregateOperation::Avg => others > 0,
+            AggregateOperation::Min | AggregateOperation::Max => others > 0 && figure.numbers > 0,
+        };
+        if is_partial && noted.insert(column) {
+            let (label, numbers) = (Value::from(format!("values({column})")), figure.numbers);
+            notes.push(format!("{label}:{{\"numbers\":{numbers},\"others\":{others}}}"));
+        }
+    }
+    notes
 }
 
 impl Accumulator {
+    /// Returns whether there are values, but no number among them.
+    fn lacks_numbers(&self) -> bool {
+        self.numbers == 0 && self.count > 0
+    }
+
     fn add(&mut self, cell: &Cell<'_>) {
         self.count += 1;
         let text = cell.text();
@@ -660,7 +715,7 @@ impl Accumulator {
     fn number(&self, operation: AggregateOperation) -> Option<f64> {
         match operation {
             AggregateOperation::Count => Some(self.count as f64),
-            AggregateOperation::Sum => Some(self.sum.to_f64()),
+            AggregateOperation::Sum => (!self.lacks_numbers()).then(|| self.sum.to_f64()),
             AggregateOperation::Min => self.least.as_ref().map(|(number, _)| *number),
             AggregateOperation::Max => self.greatest.as_ref().map(|(number, _)| *number),
             AggregateOperation::Avg => {
@@ -683,6 +738,7 @@ impl Accumulator {
         };
         match operation {
             AggregateOperation::Count => self.count.to_string(),
+            AggregateOperation::Sum if self.lacks_numbers() => "null".to_owned(),
             AggregateOperation::Sum => self.sum.to_json(),
             AggregateOperation::Min => extreme(&self.least, &self.first),
             AggregateOperation::Max => extreme(&self.greatest, &self.last),

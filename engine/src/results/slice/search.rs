@@ -12,7 +12,8 @@ use super::{GrepMatch, MAX_GREP, MemberDecision, MemberWindow, SliceContent, jso
 use crate::domain::fault::Fault;
 use crate::domain::json::Json;
 use crate::domain::json::cursor::{JsonCursor, JsonKind, decode_string};
-use crate::results::pointer::{embedded_json, escape_key, invalid_field};
+use crate::results::embedded::{decode_embedded_escapes, embedded_json};
+use crate::results::pointer::{escape_key, invalid_field};
 use crate::results::text_lines::bounded_lines;
 
 /// Members longer than this are searched recursively.
@@ -124,7 +125,10 @@ impl GrepSearch<'_> {
     /// Searches the members of a value and returns their number.
     fn search_value(&mut self, written: &str, pointer: &str) -> Option<usize> {
         match JsonKind::of(written) {
-            JsonKind::Text => Some(self.search_lines(&decode_string(written), pointer)),
+            JsonKind::Text => {
+                let text = decode_string(written);
+                Some(self.search_lines(&decode_embedded_escapes(&text), pointer))
+            }
             JsonKind::Array | JsonKind::Object => Some(self.search_members(written, pointer)),
             _ => {
                 if self.pattern.is_match(written) {

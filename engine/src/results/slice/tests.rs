@@ -338,6 +338,77 @@ fn a_query_that_cannot_be_answered_says_why() {
 }
 
 #[test]
+fn figures_over_values_that_are_no_numbers_say_so() {
+    let data = json!([
+        { "name": "a", "price": 5, "kind": "x" }, { "name": "b", "price": "n/a", "kind": "y" },
+        { "name": "c", "price": "7.5", "kind": "x" }, { "name": "d", "price": null, "kind": "x" },
+    ]);
+    for operation in ["sum", "avg"] {
+        let rows = row_query(json!({}), &[], &[(operation, "name")], &[]);
+        let part = SliceQuery { rows, ..SliceQuery::default() };
+        let fault = read_slice(&Json::from_value(&data), &part, AMPLE).unwrap_err();
+        let expected = format!("{operation} needs numbers, and none of the 4 values of \"name\"");
+        assert!(fault.message.contains(&expected), "{}", fault.message);
+    }
+    let figures = |aggregates: &[(&str, &str)], groups: &[&str]| {
+        query(&data, "", row_query(json!({}), &[], aggregates, groups)).0
+    };
+    let mixed = json!({ "numbers": 2, "others": 1 });
+    let all = [("sum", "price"), ("avg", "price"), ("min", "price"), ("max", "price")];
+    let expected = json!({ "sum(price)": 12.5, "avg(price)": 6.25, "min(price)": 5,
+        "max(price)": 7.5, "values(price)": mixed });
+    assert_eq!(figures(&all, &[]), expected);
+    let expected = json!([
+        { "kind": "x", "sum(price)": 12.5 },
+        { "kind": "y", "sum(price)": null, "values(price)": { "numbers": 0, "others": 1 } },
+    ]);
+    assert_eq!(figures(&[("sum", "price")], &["kind"]), expected);
+    // Texts alone have a least and a greatest, such as dates.
+    assert_eq!(figures(&[("min", "name")], &[]), json!({ "min(name)": "a" }));
+    assert_eq!(figures(&[("count", "price")], &[]), json!({ "count(price)": 3 }));
+}
+
+#[test]
+fn a_refusal_names_the_columns_of_all_rows() {
+    let mut rows: Vec<Value> = (0..1_000).map(|n| json!({ "id": n })).collect();
+    rows.push(json!({ "id": 1_000, "note": "last" }));
+    let data = Json::from_value(&json!(rows));
+    let rows = row_query(json!({ "colour": 1 }), &[], &[], &[]);
+    let part = SliceQuery { rows, ..SliceQuery::default() };
+    let fault = read_slice(&data, &part, AMPLE).unwrap_err();
+    assert!(fault.message.ends_with("the columns are: id, note"), "{}", fault.message);
+}
+
+#[test]
+fn slices_show_characters_that_the_tool_escaped() {
+    let rows = r#"[{"city":"\u5317\u4eac","n":1.10},{"city":"\u4e0a\u6d77","n":2.20},
+        {"city":"\ud83d\ude00","n":3.30}]"#;
+    let inner = Json::from_value(&Value::from(rows));
+    let data = format!(r#"{{"rows":{rows},"text":{},"\u540d":"\u5317"}}"#, inner.text());
+    let data = Json::parse(&data).unwrap();
+    let read = |part: &SliceQuery| read_slice(&data, part, AMPLE).unwrap();
+    let shown = |slice: Slice| match slice.content {
+        SliceContent::Value(value) | SliceContent::Rows { value, .. } => value.text().to_owned(),
+        SliceContent::Matches { matches, .. } => matches[0].value.text().to_owned(),
+        SliceContent::Prefix { text, .. } => text,
+    };
+    assert_eq!(shown(read(&query_at("/rows/0"))), r#"{"city":"北京","n":1.10}"#);
+    assert_eq!(shown(read(&query_at("/text/2"))), r#"{"city":"😀","n":3.30}"#);
+    assert_eq!(shown(read(&query_at("/名"))), r#""北""#);
+    assert!(shown(read(&query_at("/text"))).contains("上海"));
+    for pointer in ["/rows", "/text"] {
+        let rows = row_query(json!({ "n": { "gt": 2 } }), &["city"], &[], &[]);
+        let part = SliceQuery { rows, ..query_at(pointer) };
+        assert_eq!(shown(read(&part)), r#"[{"city":"上海"},{"city":"😀"}]"#);
+        let part = SliceQuery { grep: Some("上海".into()), ..query_at(pointer) };
+        assert!(shown(read(&part)).contains("上海"), "{pointer}");
+    }
+    let cut = read_slice(&data, &query_at("/rows"), 20).unwrap();
+    assert!(shown(cut).starts_with(r#"{"city":"北京"#));
+    assert_eq!(read(&query_at("/rows/0")).bytes, r#"{"city":"\u5317\u4eac","n":1.10}"#.len());
+}
+
+#[test]
 fn grep_searches_decoded_text() {
     let spaced = "{\"accounts\": [{\"id\": 1, \"status\": \"past_due\"}, {\"id\": 2, \"state\": \
                   \"\\u5df2\\u51bb\\u7ed3\"}]}";

@@ -19,8 +19,9 @@ use crate::domain::utp::AfterExecution;
 use crate::ports::bus::Topic;
 use crate::ports::engine_metrics;
 use crate::ports::model::{Model, ModelRequest};
+use crate::registry::name_for_model;
 use crate::runs::Runs;
-use crate::runs::agent_loop::execute::{ExecutedStep, ExecutionPlan};
+use crate::runs::agent_loop::execute::{ExecutedStep, ExecutionPlan, is_harmless_late_call};
 use crate::runs::agent_loop::late_results::LateResult;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
@@ -32,7 +33,7 @@ use run_state::{RecordedCalls, RunState};
 /// Extra time for the last request after the time limit.
 const FINAL_REQUEST_GRACE_MS: u64 = 60_000;
 
-/// Polling interval while the loop waits for late results, in case a wake-up is missed.
+/// Polling interval while the loop waits for late results, in case a wakeup is missed.
 const LATE_RESULT_POLL_MS: u64 = 2_000;
 
 /// An agent loop over one conversation. [`Runs::run_agent_loop`] runs it as a whole; a program
@@ -61,7 +62,8 @@ impl Runs {
     /// results are then in the conversation, except those of caller tools.
     ///
     /// If the model gives no reply after its retries, this returns an error with the code
-    /// `UPSTREAM_UNAVAILABLE`; the conversation is unchanged, and the step can be repeated.
+    /// `UPSTREAM_UNAVAILABLE`. The conversation then has the late results that had arrived and no
+    /// reply; the step can be repeated.
     pub async fn run_agent_step(
         self: &Arc<Self>,
         caller: &Caller,
@@ -72,9 +74,10 @@ impl Runs {
         AgentLoop::new(self, caller, model, options, &ignore_events)?.run_step(conversation).await
     }
 
-    /// Runs steps until the model gives its final answer, also at a limit, or calls a caller tool.
-    /// Waits while there is nothing to do before late results arrive. Returns
-    /// [`StepOutcome::Answered`] or [`StepOutcome::CallerToolCalls`].
+    /// Runs steps until the model gives its final answer, also at a limit, calls a caller tool, or
+    /// hands the conversation off. Waits while there is nothing to do before late results arrive.
+    /// Returns [`StepOutcome::Answered`], [`StepOutcome::CallerToolCalls`] or
+    /// [`StepOutcome::HandedOff`].
     ///
     /// ```
     /// use async_trait::async_trait;
@@ -191,7 +194,7 @@ impl<'a> AgentLoop<'a> {
         }
     }
 
-    /// Runs steps until there is a final answer or a call of a caller tool.
+    /// Runs steps until there is a final answer, a call of a caller tool or a handoff.
     pub async fn run(&mut self, conversation: &mut Conversation) -> Result<StepOutcome, Error> {
         loop {
             match self.run_step(conversation).await? {
@@ -236,6 +239,7 @@ impl<'a> AgentLoop<'a> {
         }
         let (step, last) =
             (conversation.progress.steps + 1, conversation.progress.stop_reason.is_some());
+        self.tool_selection.keep_search_text(&mut conversation.progress.tool_search);
         let prompt = self.build_request(conversation, last);
         let clock = self.engine.core.clock.as_ref();
         let began_ms = clock.now_ms();
@@ -282,8 +286,8 @@ impl<'a> AgentLoop<'a> {
         Ok(())
     }
 
-    /// Returns true if the pending reply calls a tool whose effect is not `read`, and whose calls a
-    /// repeated request may join.
+    /// Returns true if the pending reply calls a tool whose effect is not `read` and whose policy
+    /// lets a repeated request join its calls.
     pub fn has_side_effects(&self, conversation: &Conversation) -> bool {
         let calls = conversation.progress.pending_reply.iter().flat_map(|reply| &reply.calls);
         let mut tools = calls.filter_map(|call| self.tool_selection.tool(&call.name));
@@ -364,7 +368,7 @@ impl<'a> AgentLoop<'a> {
             recorded.push(&event);
             (self.event_sink)(event);
         };
-        let ExecutedStep { messages: mut results, terminating, handoff } =
+        let ExecutedStep { messages: mut results, terminating, handoff, refused } =
             plan.execute(self.engine, self.caller, options, &mut progress, &event_sink).await?;
         let ending = match ending::select_terminating(&terminating) {
             Some(call) => Some(self.engine.terminating_answer(self.caller, call).await?),
@@ -376,7 +380,7 @@ impl<'a> AgentLoop<'a> {
             }
             false => caller_calls,
         };
-        self.record_results(recorded, &mut progress);
+        self.record_results(recorded, &refused, &mut progress);
         (progress.pending_reply, progress.canceled) = (None, false);
         progress.active_ms += self.engine.core.now_ms().saturating_sub(began_ms);
         conversation.progress = progress;
@@ -390,7 +394,8 @@ impl<'a> AgentLoop<'a> {
     fn conclude_step(&self, conversation: &mut Conversation, step: StepEnd) -> StepOutcome {
         let StepEnd { before, caller_calls, ending, handoff } = step;
         if let Some(answer) = ending {
-            let by = answer.terminated_by.as_ref().map_or("another call", |call| &call.name);
+            let by = answer.terminated_by.as_ref().map(|call| name_for_model(&call.name));
+            let by = by.as_deref().unwrap_or("another call");
             let reason = format!("the result of {by} ended the run");
             answer_unneeded_calls(conversation, &caller_calls, &reason);
             return StepOutcome::Answered(end_by_result(conversation, answer));
@@ -487,7 +492,7 @@ impl<'a> AgentLoop<'a> {
         let budget = self.options.execution_options.result_tokens.unwrap_or(DEFAULT_RESULT_TOKENS);
         let pending = &conversation.progress.pending_calls;
         let (ended, cost) = self.engine.render_late_results(self.caller, pending, budget).await?;
-        // After that, so that the context has all of these results.
+        // Read the states after the results above, so that the context has all of those results.
         self.refresh_pending_calls(&conversation.progress).await?;
         let calls = ended.iter().filter_map(|result| result.call.clone());
         let terminating: Vec<_> = calls.filter(|call| ending::is_terminating(call)).collect();
@@ -504,6 +509,8 @@ impl<'a> AgentLoop<'a> {
             (self.event_sink)(event);
             conversation.messages.push(message);
             self.count_late_failure(&call, &mut conversation.progress);
+            let is_harmless = stored.as_deref().is_some_and(is_harmless_late_call);
+            conversation.progress.harmless_calls += u32::from(is_harmless);
             conversation
                 .progress
                 .pending_calls
@@ -515,7 +522,8 @@ impl<'a> AgentLoop<'a> {
         Ok(count)
     }
 
-    /// Returns the final answer at a limit, regardless of the reply to the last request.
+    /// Returns the final answer at a limit: the text of the last reply, or a fallback text if that
+    /// reply has none. Calls of that reply are not executed.
     fn finish_at_limit(
         &self,
         conversation: &mut Conversation,

@@ -14,6 +14,7 @@ use crate::domain::utp::card::{self, TOOL_RESULT};
 use crate::domain::utp::{AfterExecution, CONTROL_FIELD};
 use crate::model_formats::data_content;
 use crate::registry::catalog::RUN_FINISH;
+use crate::registry::name_for_model;
 use crate::runs::Runs;
 
 /// Maximum size of an answer that becomes a message of the conversation. A longer one is in its
@@ -44,7 +45,7 @@ impl Runs {
             call.outcome.as_ref().is_some_and(|outcome| outcome.ok && outcome.data.is_none())
         };
         if is_omitted(&call) {
-            // A batch leaves out results that are too large next to the others.
+            // A batch omits the data of results that are too large to be returned with the others.
             call = self.calls.call(caller, &call.id).await?;
         }
         let card = self.utp.cards.result_card(&call).await?;
@@ -68,7 +69,7 @@ impl Runs {
     }
 }
 
-/// Returns a result as the text of an answer. The control field is no part of it.
+/// Returns a result as the text of an answer, without its control field.
 pub(super) fn answer_text(tool: &str, data: &Json, mcp_result: bool) -> String {
     let is_plain = tool != RUN_FINISH && !mcp_result && !data.text().contains(CONTROL_FIELD);
     if is_plain {
@@ -100,8 +101,8 @@ fn mcp_text(result: &Value) -> Option<String> {
 pub(super) fn message_text(answer: &FinalAnswer) -> String {
     match &answer.terminated_by {
         Some(call) if answer.text.len() > MAX_MESSAGE_BYTES => {
-            let bytes = answer.text.len();
-            format!("[the result of {}, of {bytes} bytes: card {}]", call.name, call.card_id)
+            let (name, bytes) = (name_for_model(&call.name), answer.text.len());
+            format!("[the result of {name}, of {bytes} bytes: card {}]", call.card_id)
         }
         _ => answer.text.clone(),
     }

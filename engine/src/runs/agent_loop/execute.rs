@@ -9,12 +9,13 @@ use crate::calls::batch::{Batch, BatchEntryResult, BatchEntryState};
 use crate::domain::agent::OnParentEnd;
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
-use crate::domain::fault::Error;
+use crate::domain::fault::{Error, Fault, SideEffect};
 use crate::domain::json::Json;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{PendingCall, RunProgress};
-use crate::domain::tool::Executor;
+use crate::domain::tool::{Effect, Executor};
+use crate::model_formats::fault_content;
 use crate::runs::Runs;
 use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::limits::idempotency_key;
@@ -30,19 +31,23 @@ enum CallDisposition {
     CallerExecuted,
     /// It was a tool search; answer the model with this content.
     Found(String),
-    /// Do not execute it; answer the model with this content. If the call was made before, it is
-    /// the earlier one.
+    /// Do not execute it; answer the model with this content. `repeated` is true if the call was
+    /// made too often; `earlier` is the call if it was made before and has ended.
     Reject { content: String, repeated: bool, earlier: Option<Arc<Call>> },
+    /// It names no tool, or its arguments are not complete; answer the model with this fault.
+    Refuse(Box<Fault>),
 }
 
 /// The answers to the calls of one reply.
 pub(super) struct ExecutedStep {
-    /// The messages for the model, in the order of the calls.
+    /// The messages for the model, in the order of the calls, and then those with media.
     pub(super) messages: Vec<Value>,
     /// The calls whose results end the run.
     pub(super) terminating: Vec<Arc<Call>>,
     /// The first call that hands the run off.
     pub(super) handoff: Option<Arc<Call>>,
+    /// The calls that never became a tool call, with their names and faults.
+    pub(super) refused: Vec<(String, Fault)>,
 }
 
 /// The calls of one reply with their dispositions.
@@ -80,8 +85,8 @@ impl<'a> ExecutionPlan<'a> {
             let fate = if offer.caller_tools.contains(&call.name) {
                 CallDisposition::CallerExecuted
             } else if let Some(earlier) = before.results.get(&index) {
-                // Its idempotency key leads to the call that was made; if its tool is gone, its
-                // outcome is reported all the same.
+                // The call was made before: its idempotency key leads to it again. If its tool no
+                // longer exists, the model receives the earlier content.
                 let report = || CallDisposition::Reject {
                     content: earlier.content.clone(),
                     repeated: false,
@@ -90,8 +95,8 @@ impl<'a> ExecutionPlan<'a> {
                 offer.tool(&call.name).map_or_else(report, &mut execute)
             } else if progress.canceled {
                 reject(limits::canceled_call_content())
-            } else if let Some(content) = limits::truncated_arguments_content(reply, call) {
-                reject(content)
+            } else if let Some(fault) = limits::truncated_arguments_fault(reply, call) {
+                CallDisposition::Refuse(Box::new(fault))
             } else if limits::is_repeated(progress, limits, fingerprint) {
                 CallDisposition::Reject {
                     content: limits::repeated_call_content(call, limits),
@@ -109,7 +114,8 @@ impl<'a> ExecutionPlan<'a> {
                 // Searching for similar names is costly, so a reply may trigger only a bounded
                 // number of searches.
                 let compared = if index < limits.calls_per_step as usize { usize::MAX } else { 0 };
-                reject(limits::unknown_tool_content(&call.name, offer.names().take(compared)))
+                let names = offer.names().take(compared);
+                CallDisposition::Refuse(Box::new(limits::unknown_tool_fault(&call.name, names)))
             };
             fates.push(fate);
         }
@@ -148,7 +154,8 @@ impl<'a> ExecutionPlan<'a> {
         progress.usage += cost;
         let mut messages = Vec::with_capacity(self.fates.len());
         let (mut failed, mut repeated, mut terminating) = (0, 0, Vec::new());
-        let mut handoff: Option<Arc<Call>> = None;
+        let (mut handoff, mut refused): (Option<Arc<Call>>, Vec<(String, Fault)>) =
+            Default::default();
         let planned = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
         for ((call, fate), fingerprint) in planned {
             let message = match fate {
@@ -167,17 +174,21 @@ impl<'a> ExecutionPlan<'a> {
                     }
                     limits::tool_message(&call.id, &content)
                 }
+                CallDisposition::Refuse(fault) => {
+                    failed += 1;
+                    refuse_call(progress, (call, fingerprint), *fault, &mut refused)
+                }
                 CallDisposition::Execute(entry) => {
-                    let (settled, message) = (&results[entry], answers[entry].to_value());
-                    failed += usize::from(settled.ok() == Some(false));
-                    let stored = settled.call().filter(|call| ending::is_terminating(call));
+                    let (result, message) = (&results[entry], answers[entry].to_value());
+                    failed += usize::from(result.ok() == Some(false));
+                    let stored = result.call().filter(|call| ending::is_terminating(call));
                     terminating.extend(stored.cloned());
                     let suspends = options.execution_options.wait_ms.is_none();
-                    record_call(progress, (call, fingerprint), settled, &message, suspends);
-                    let child = settled.call().and_then(|ended| engine.delegated_call(ended, call));
+                    record_call(progress, (call, fingerprint), result, &message, suspends);
+                    let child = result.call().and_then(|ended| engine.delegated_call(ended, call));
                     progress.pending_calls.extend(child);
                     let mut message = summaries.remove(&entry).unwrap_or(message);
-                    if let Some(other) = settled.call().filter(|call| is_handoff(call)) {
+                    if let Some(other) = result.call().filter(|call| is_handoff(call)) {
                         match &handoff {
                             Some(first) => {
                                 message["content"] = limits::second_handoff_content(first).into()
@@ -185,7 +196,7 @@ impl<'a> ExecutionPlan<'a> {
                             None => handoff = Some(other.clone()),
                         }
                     }
-                    event_sink(LoopEvent::CallAnswered { step, settled, message: &message });
+                    event_sink(LoopEvent::CallAnswered { step, result, message: &message });
                     message
                 }
             };
@@ -198,13 +209,14 @@ impl<'a> ExecutionPlan<'a> {
             if all > 0 && failed == all { progress.failed_steps + 1 } else { 0 };
         progress.repeated_steps =
             if all > 0 && repeated == all { progress.repeated_steps + 1 } else { 0 };
-        Ok(ExecutedStep { messages, terminating, handoff })
+        Ok(ExecutedStep { messages, terminating, handoff, refused })
     }
 }
 
 impl Runs {
-    /// Returns the call of the agent that an ended call handed a task to without waiting: its
-    /// result arrives late. The run ends before it only if the agent continues without the run.
+    /// Returns the call of the agent that an ended call handed a task to without waiting. The
+    /// result of that call arrives late, and the run waits for it, unless the agent continues after
+    /// the end of the run.
     fn delegated_call(&self, ended: &Call, call: &ToolCallRequest) -> Option<PendingCall> {
         if ended.target.executor != Executor::INTERNAL {
             return None;
@@ -249,7 +261,8 @@ fn build_batch(
         wait_ms: Some(wait_ms.min(remaining_ms)),
         // A rate limit delays the run; it is not the model's failure.
         limit_wait_ms: Some(remaining_ms),
-        // If the time limit ends with the wait, no further call starts.
+        // If the wait lasts until the time limit of the run, calls that have not started by then
+        // never start.
         defer_unstarted: wait_ms < remaining_ms,
         timeout_ms: execution.timeout_ms,
         attempt_timeout_ms: execution.attempt_timeout_ms,
@@ -261,18 +274,51 @@ fn build_batch(
     }
 }
 
+/// Records a call that never became a tool call, and returns the message that answers it.
+fn refuse_call(
+    progress: &mut RunProgress,
+    (call, fingerprint): (&ToolCallRequest, String),
+    fault: Fault,
+    refused: &mut Vec<(String, Fault)>,
+) -> Value {
+    progress.refused_calls += 1;
+    let content = fault_content(&fault);
+    limits::count_repeat(progress, fingerprint, limits::content_hash(&content));
+    refused.push((call.name.chars().take(100).collect(), fault));
+    limits::tool_message(&call.id, &content)
+}
+
+/// Returns true if an ended call certainly changed nothing.
+fn is_harmless(call: &Call) -> bool {
+    let fault = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+    call.target.effect == Effect::Read
+        || fault.is_some_and(|fault| fault.side_effect == SideEffect::None)
+}
+
+/// Returns true if the call of a late result certainly changed nothing. The result of an agent may
+/// belong to a call that another tool made, which has itself taken effect.
+pub(super) fn is_harmless_late_call(call: &Call) -> bool {
+    call.target.executor != Executor::AGENT && is_harmless(call)
+}
+
 /// Records a call that was made. `may_suspend` is true if the run waits for the result of an open
 /// call whose tool declares that results suspend or end the run.
 fn record_call(
     progress: &mut RunProgress,
     (call, fingerprint): (&ToolCallRequest, String),
-    settled: &BatchEntryResult,
+    result: &BatchEntryResult,
     message: &Value,
     may_suspend: bool,
 ) {
     progress.calls += 1;
-    progress.failed_calls += u32::from(settled.ok() == Some(false));
-    let content_hash = match &settled.state {
+    progress.failed_calls += u32::from(result.ok() == Some(false));
+    let is_harmless = match result.call() {
+        Some(call) => call.outcome.is_some() && is_harmless(call),
+        // The call was refused.
+        None => true,
+    };
+    progress.harmless_calls += u32::from(is_harmless);
+    let content_hash = match &result.state {
         // The ticket differs each time and carries no new information.
         BatchEntryState::Open(open) => {
             progress.pending_calls.push(PendingCall {

@@ -13,6 +13,7 @@ use crate::domain::run::options::{RunLimits, RunOptions};
 use crate::domain::run::progress::{PendingCall, RepeatCounter, RunProgress, StopReason};
 use crate::model_formats::fault_content;
 use crate::registry::model_tool_names;
+use crate::utp::trees::too_many_calls_fault;
 
 /// Maximum number of consecutive steps with nothing but repeated calls.
 const MAX_REPEATED_STEPS: u32 = 2;
@@ -157,7 +158,7 @@ pub fn replace_late_call_id(message: &Value, ids: &HashMap<String, String>) -> V
     message
 }
 
-/// Returns the fingerprint of a call: the tool and the arguments, independent of their spelling.
+/// Returns the fingerprint of a call: a hash of the tool's name and the canonical arguments.
 pub fn call_fingerprint(call: &ToolCallRequest) -> String {
     let args = match Json::parse(&call.arguments) {
         Ok(args) => args.canonical_text(),
@@ -204,23 +205,19 @@ pub(super) fn repeated_call_content(call: &ToolCallRequest, limits: &RunLimits) 
 
 /// Returns the content for a call beyond the limits.
 pub(super) fn too_many_calls_content(limits: &RunLimits, remaining: u32) -> String {
-    let message = if remaining < limits.calls_per_step {
-        format!("not done: the limit of {} tool calls is reached", limits.calls)
-    } else {
-        let max = limits.calls_per_step;
-        format!(
-            "not done: at most {max} tools can be called in one answer, and this call was beyond \
-             that. Call it again if it is still needed"
-        )
-    };
+    if remaining < limits.calls_per_step {
+        return fault_content(&too_many_calls_fault(limits.calls.into(), "calls"));
+    }
+    let max = limits.calls_per_step;
+    let message = format!(
+        "not done: at most {max} tools can be called in one answer, and this call was beyond that. \
+         Call it again if it is still needed"
+    );
     fault_content(&Fault::new(Code::RateLimited, message).without_side_effect())
 }
 
-/// Returns the content for a call of a tool that the model did not receive.
-pub(super) fn unknown_tool_content<'n>(
-    name: &str,
-    offered: impl Iterator<Item = &'n str>,
-) -> String {
+/// Returns the fault of a call of a tool that the model did not receive.
+pub(super) fn unknown_tool_fault<'n>(name: &str, offered: impl Iterator<Item = &'n str>) -> Fault {
     let excerpt: String = name.chars().take(100).collect();
     let candidates = model_tool_names::suggest_similar(name, offered);
     let message = match candidates.first() {
@@ -228,21 +225,21 @@ pub(super) fn unknown_tool_content<'n>(
         None => format!("there is no tool \"{excerpt}\"; use only the tools you were given"),
     };
     let fault = Fault::new(Code::ToolNotFound, message).without_side_effect();
-    fault_content(&fault.with_detail(json!({ "nearest": candidates })))
+    fault.with_detail(json!({ "nearest": candidates }))
 }
 
-/// Returns the content for a call whose arguments were truncated together with the reply.
-pub(super) fn truncated_arguments_content(
+/// Returns the fault of a call whose arguments were truncated together with the reply.
+pub(super) fn truncated_arguments_fault(
     reply: &ModelReply,
     call: &ToolCallRequest,
-) -> Option<String> {
+) -> Option<Fault> {
     let whole = serde_json::from_str::<serde::de::IgnoredAny>(&call.arguments).is_ok();
     if whole || reply.finish_reason != FinishReason::Length {
         return None;
     }
     let message = "not done: the answer reached its limit of tokens in the middle of these \
                    arguments. Call it again with shorter arguments";
-    Some(fault_content(&Fault::new(Code::ValidationError, message).without_side_effect()))
+    Some(Fault::new(Code::ValidationError, message).without_side_effect())
 }
 
 /// Returns the content for a call that was not made before the run was canceled.
@@ -253,8 +250,8 @@ pub(super) fn canceled_call_content() -> String {
 
 /// Returns the content for a handoff beside another one.
 pub(super) fn second_handoff_content(first: &Call) -> String {
-    let message =
-        format!("not done: {} of the same answer hands the conversation off", first.tool_name);
+    let name = model_tool_names::name_for_model(&first.tool_name);
+    let message = format!("not done: {name} of the same answer hands the conversation off");
     fault_content(&Fault::new(Code::Conflict, message).without_side_effect())
 }
 

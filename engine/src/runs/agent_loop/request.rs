@@ -37,8 +37,8 @@ pub(super) struct ModelRequester<'a> {
 /// The reason why there is no reply.
 pub(super) struct ModelRequestError {
     pub(super) error: ModelError,
-    /// True if the deadline passed before a reply, or before the next retry. False if the endpoint
-    /// itself requested a delay beyond the deadline: an earlier retry would violate it.
+    /// True if the deadline passed before a reply, or would pass before the next retry. False if
+    /// the endpoint itself requested a delay: more time would not permit an earlier retry.
     pub(super) out_of_time: bool,
 }
 

@@ -66,11 +66,11 @@ pub(super) async fn summarize_digests(
     if engine.summary_model.is_none() {
         return (summaries, usage);
     }
-    let digested = results.iter().zip(digests).enumerate().filter(|(_, (settled, _))| {
-        settled.is_digested && settled.data().is_some() && settled.error().is_none()
+    let digested = results.iter().zip(digests).enumerate().filter(|(_, (result, _))| {
+        result.is_digested && result.data().is_some() && result.error().is_none()
     });
-    let summary_requests = digested.filter_map(|(index, (settled, digest))| {
-        let call = settled.call()?;
+    let summary_requests = digested.filter_map(|(index, (result, digest))| {
+        let call = result.call()?;
         Some(async move {
             let (text, cost) = summarize_call(engine, call, tokens::count(digest)).await?;
             Some((index, text, cost))
@@ -99,7 +99,7 @@ async fn summarize_call(
     let head = format!(
         "[summary of {} by a model; the full result of {} bytes is stored. Read any part: \
          {} {{\"tool_call_id\":\"{}\"}}]\n",
-        call.tool_name,
+        name_for_model(&call.tool_name),
         data.text().len(),
         name_for_model(RESULT_READ),
         call.id
@@ -138,7 +138,9 @@ async fn summary_request(
     data: Json,
     budget: usize,
 ) -> Option<ModelRequest> {
-    let (id, tool, args) = (call.id.clone(), call.tool_name.clone(), call.args.clone());
+    let (id, args) = (call.id.clone(), call.args.clone());
+    let name = name_for_model(&call.tool_name);
+    let tool = name.clone();
     // Counting the tokens of large results is CPU-bound and would block this worker thread.
     let text = tokio::task::spawn_blocking(move || {
         let content = data_content(&data);
@@ -149,7 +151,7 @@ async fn summary_request(
             call_id: &id,
             tool: &tool,
             hint: Some(args.text()),
-            reader: RESULT_READ,
+            reader: &name_for_model(RESULT_READ),
         };
         let digest = digest::digest(&data, MAX_TOKENS, &source);
         digest.map_or_else(
@@ -159,8 +161,7 @@ async fn summary_request(
     });
     let text = text.await.ok()?;
     let question = format!(
-        "Summarise this result in at most {budget} tokens.\nTool: {}\nArguments: {}\nResult:\n{text}",
-        call.tool_name,
+        "Summarise this result in at most {budget} tokens.\nTool: {name}\nArguments: {}\nResult:\n{text}",
         call.args.text(),
     );
     let messages = vec![

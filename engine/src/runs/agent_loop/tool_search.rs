@@ -92,7 +92,7 @@ pub(super) fn definition<'n>(names: impl Iterator<Item = &'n str>) -> Value {
     } })
 }
 
-/// Executes the searches of a reply among these tools, which are by their model-facing names.
+/// Executes the searches of a reply among `tools`, which maps model-facing names to tool names.
 /// Returns the answers by the index of the call.
 pub(super) async fn execute_searches(
     engine: &Arc<Runs>,
@@ -127,7 +127,7 @@ async fn search(
         Err(error) => return Ok(refuse(&format!("the arguments of {NAME} are invalid: {error}"))),
     };
     let limit = args.limit.unwrap_or(LIMITS.0).clamp(1, LIMITS.1);
-    let matches = match engine.registry.search(caller, &args.query, usize::MAX).await {
+    let matches = match engine.registry.search_with_handoffs(caller, &args.query).await {
         Ok(matches) => matches,
         Err(Error::Refused { fault, .. }) => return Ok(refuse(&fault.message)),
         Err(other) => return Err(other),

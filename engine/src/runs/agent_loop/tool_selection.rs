@@ -2,8 +2,8 @@
 //!
 //! The tools of a run are those of its context. Up to a threshold the model receives all of them;
 //! above it, the pinned ones, those that the conversation has used or found, and a tool that
-//! searches the others. The order is fixed: later tools are only ever appended, so the prefix of
-//! a request stays the same and prompt caches hold.
+//! searches the others. Handoffs to agents are tools like the others. The order is fixed: later
+//! tools are only ever appended, so the prefix of a request stays the same and prompt caches hold.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -13,12 +13,14 @@ use serde_json::{Value, json};
 use crate::domain::access_rules;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::json::Json;
 use crate::domain::run::handoff::{
     HANDOFF_TOOL_PREFIX, handoff_tool_name, is_handoff_name, transfer_name,
 };
 use crate::domain::run::options::RunOptions;
-use crate::domain::run::tool_mode::ToolMode;
-use crate::domain::tool::ToolDefinition;
+use crate::domain::run::progress::ToolSearchText;
+use crate::domain::tool::tool_mode::ToolMode;
+use crate::domain::tool::{Executor, ToolDefinition};
 use crate::model_formats::{ToolFormat, describe_tool};
 use crate::ports::model::FoundTool;
 use crate::registry::catalog::{CatalogEntry, RESULT_READ, RUN_FINISH};
@@ -31,7 +33,8 @@ use crate::runs::{RunToolSelection, Runs};
 /// Maximum number of tools in one request. OpenAI's API refuses more.
 const MAX_TOOLS: usize = 128;
 
-/// Maximum number of tools that were used or found; of more, the newest are offered.
+/// Maximum number of deferred tools in a request, of those that the conversation used or found;
+/// the newest are offered.
 const MAX_LOADED_TOOLS: usize = 48;
 
 /// Tokens of a definition apart from its name, its description and its schema.
@@ -45,7 +48,7 @@ const GUIDANCE: &str = "Tools marked (async) run in the background: such a call 
 /// The tools of one conversation.
 pub(super) struct ToolSelection {
     /// Descriptions of the tools that every request offers, in the chat format.
-    pub(super) tools: Vec<Value>,
+    pub(super) tools: Vec<Json>,
     /// Toolcrib's tools, by their model-facing names.
     pub(super) tool_names: HashMap<String, String>,
     /// Names of the caller tools.
@@ -58,6 +61,8 @@ pub(super) struct ToolSelection {
     deferred: HashMap<String, Arc<CatalogEntry>>,
     /// True if the model can search for the deferred tools.
     pub(super) has_search: bool,
+    /// The patterns that selected the tools, and the agent that they are for.
+    scope: String,
     /// All tools of the run.
     definitions: Vec<ToolDefinition>,
 }
@@ -65,7 +70,7 @@ pub(super) struct ToolSelection {
 /// The tools of one request.
 #[derive(Default)]
 pub(super) struct RequestTools {
-    pub(super) tools: Vec<Value>,
+    pub(super) tools: Vec<Json>,
     pub(super) found_tools: Vec<FoundTool>,
     pub(super) tool_search: Option<String>,
     pub(super) guidance: Option<String>,
@@ -93,19 +98,12 @@ impl ToolSelection {
     ) -> Self {
         let version = engine.registry.directory_version();
         let entries = engine.contexts.select_model_tools(caller, patterns);
-        let fits = |name: &str| patterns.is_none_or(|patterns| matches_tool(patterns, name));
-        let mut handoffs = engine.registry.handoff_tools(caller);
-        let active = options.active_agent.as_ref().map(|agent| handoff_tool_name(&agent.agent_id));
-        handoffs.retain(|entry| {
-            let name = &entry.definition.name;
-            let agent_id = name.trim_start_matches(HANDOFF_TOOL_PREFIX);
-            active.as_ref() != Some(name) && (fits(name) || fits(&transfer_name(agent_id)))
-        });
+        let handoffs = select_handoffs(engine, caller, options, patterns);
         let model_names = model_tool_names::names_for_model(
             entries.iter().map(|entry| entry.definition.name.as_str()),
         );
         let mut selection = Self {
-            tools: options.caller_tools.clone(),
+            tools: options.caller_tools.iter().map(Json::from_value).collect(),
             tool_names: HashMap::new(),
             caller_tools: options
                 .caller_tools
@@ -117,6 +115,7 @@ impl ToolSelection {
             context_tools: HashMap::new(),
             deferred: HashMap::new(),
             has_search: false,
+            scope: selection_scope(options, patterns),
             definitions: Vec::new(),
         };
         selection.add_context_tools(context);
@@ -126,17 +125,22 @@ impl ToolSelection {
             .filter(|(name, _)| !selection.caller_tools.contains(name))
             .collect();
         selection.definitions.extend(named.iter().map(|(_, entry)| entry.definition.clone()));
-        let pinned = options.pinned_tools.as_deref();
-        let (mode, pinned) = engine.tool_modes.resolve(&caller.agent, options.tool_mode, pinned);
+        selection.add_handoffs(&mut named, handoffs);
+        let (mode, pinned) = options.resolve_tool_mode(&engine.tool_modes, &caller.agent);
         // A tool that the request forces must be in the request.
         let forced = options.settings.get("tool_choice").and_then(function_name);
         let is_pinned = |name: &str, entry: &CatalogEntry| {
+            let tool = &entry.definition.name;
             forced == Some(name)
-                || entry.definition.name == RUN_FINISH
-                || matches_tool(pinned, &entry.definition.name)
+                || tool == RUN_FINISH
+                || matches_tool(pinned, tool)
+                || is_handoff_entry(entry) && matches_tool(pinned, name)
         };
+        // A digest refers to the reader of results, also if no other tool is offered beside the
+        // pinned ones.
+        let is_reader = |entry: &CatalogEntry| entry.definition.name == RESULT_READ;
         if mode == ToolMode::Pinned {
-            named.retain(|(name, entry)| is_pinned(name, entry));
+            named.retain(|(name, entry)| is_pinned(name, entry) || is_reader(entry));
         }
         let can_search = !selection.caller_tools.contains(tool_search::NAME);
         let max_tokens = engine.tool_modes.threshold_tokens;
@@ -151,17 +155,17 @@ impl ToolSelection {
             };
         if selection.has_search {
             let names = named.iter().map(|(_, entry)| entry.definition.name.as_str());
-            selection.tools.push(tool_search::definition(names));
+            selection.tools.push(Json::from_value(&tool_search::definition(names)));
         }
+        let defers_others = selection.has_search || mode == ToolMode::Pinned;
         for (name, entry) in named {
             selection.tool_names.insert(name.clone(), entry.definition.name.clone());
-            if selection.has_search && !is_pinned(&name, &entry) {
+            if defers_others && !is_pinned(&name, &entry) {
                 selection.deferred.insert(name, entry);
             } else {
-                selection.tools.push(describe(&name, &entry.definition));
+                selection.tools.push(entry.describe_for_model(&name));
             }
         }
-        selection.add_handoffs(&handoffs);
         selection
     }
 
@@ -176,7 +180,7 @@ impl ToolSelection {
         if self.caller_tools.contains(&name) {
             return;
         }
-        self.tools.push(describe(&name, &entry.definition));
+        self.tools.push(entry.describe_for_model(&name));
         self.tool_names.insert(name, RUN_FINISH.to_owned());
         self.definitions.push(entry.definition.clone());
     }
@@ -194,18 +198,21 @@ impl ToolSelection {
     }
 
     /// Adds the handoffs, under the names that models know from OpenAI's Agents SDK.
-    fn add_handoffs(&mut self, handoffs: &[Arc<CatalogEntry>]) {
+    fn add_handoffs(
+        &self,
+        named: &mut Vec<(String, Arc<CatalogEntry>)>,
+        handoffs: Vec<Arc<CatalogEntry>>,
+    ) {
+        let mut taken: HashSet<String> =
+            named.iter().map(|(name, _)| name.clone()).chain(self.caller_tools.clone()).collect();
         for entry in handoffs {
             let tool = &entry.definition.name;
-            let mut name = transfer_name(tool.trim_start_matches(HANDOFF_TOOL_PREFIX));
-            let is_taken = |name: &String| {
-                self.caller_tools.contains(name) || self.tool_names.contains_key(name)
-            };
-            if is_taken(&name) {
-                name = model_tool_names::name_for_model(tool);
-            }
-            self.tools.push(describe_tool(ToolFormat::OpenAi, &name, &entry.definition).to_value());
-            self.tool_names.insert(name, tool.clone());
+            let name = transfer_name(tool.trim_start_matches(HANDOFF_TOOL_PREFIX));
+            // Agents whose ids differ in other characters only have the same name.
+            let is_taken = taken.contains(&name);
+            let name = if is_taken { model_tool_names::name_for_model(tool) } else { name };
+            taken.insert(name.clone());
+            named.push((name, entry));
         }
     }
 
@@ -246,12 +253,36 @@ impl ToolSelection {
         names
     }
 
+    /// Gives the tool search the description that the run's earlier requests have, or keeps its own
+    /// for the later ones.
+    pub(super) fn keep_search_text(&mut self, kept: &mut Option<ToolSearchText>) {
+        if !self.has_search {
+            return;
+        }
+        let found = self.tools.iter_mut().find_map(|tool| {
+            let described = tool.to_value();
+            (function_name(&described) == Some(tool_search::NAME)).then_some((tool, described))
+        });
+        let Some((tool, mut described)) = found else { return };
+        let description = &mut described["function"]["description"];
+        match kept.as_ref().filter(|kept| kept.scope == self.scope) {
+            Some(kept) => {
+                *description = kept.text.as_str().into();
+                *tool = Json::from_value(&described);
+            }
+            None => {
+                let text = description.as_str().unwrap_or_default().to_owned();
+                *kept = Some(ToolSearchText { scope: self.scope.clone(), text });
+            }
+        }
+    }
+
     /// Returns the tools for a request with these messages.
     pub(super) fn request_tools(&self, messages: &[Value]) -> RequestTools {
         let (mut tools, mut found_tools) = (self.tools.clone(), Vec::new());
         for loaded in self.loaded_tools(messages) {
             let Some(entry) = self.deferred.get(&loaded.name) else { continue };
-            tools.push(describe(&loaded.name, &entry.definition));
+            tools.push(entry.describe_for_model(&loaded.name));
             if let Some(call_id) = loaded.call_id {
                 found_tools.push(FoundTool { name: loaded.name, call_id });
             }
@@ -293,7 +324,7 @@ impl ToolSelection {
                     add(&name, Some(call_id));
                 }
             } else if content.contains(RESULT_READ) || content.contains(&reader) {
-                // A digest refers to it.
+                // The content is a digest, which refers to the reader of results.
                 add(&reader, None);
             }
         }
@@ -303,10 +334,17 @@ impl ToolSelection {
 
     /// Returns the model-facing form of a name that a model wrote.
     fn model_name(&self, name: &str) -> String {
-        match self.tool_names.contains_key(name) {
-            true => name.to_owned(),
-            false => model_tool_names::name_for_model(name),
+        if self.tool_names.contains_key(name) {
+            return name.to_owned();
         }
+        let own = model_tool_names::name_for_model(name);
+        if self.tool_names.contains_key(&own) {
+            return own;
+        }
+        // A handoff has several names.
+        let tool = self.tool(name);
+        let mut names = self.tool_names.iter();
+        names.find(|(_, real)| Some(real.as_str()) == tool).map_or(own, |(name, _)| name.clone())
     }
 }
 
@@ -318,11 +356,42 @@ struct LoadedTool {
     call_id: Option<String>,
 }
 
-fn describe(name: &str, tool: &ToolDefinition) -> Value {
-    describe_tool(ToolFormat::OpenAi, name, tool).to_value()
+/// Returns the handoffs that match the patterns, except the one to the agent that is active.
+fn select_handoffs(
+    engine: &Runs,
+    caller: &Caller,
+    options: &RunOptions,
+    patterns: Option<&[String]>,
+) -> Vec<Arc<CatalogEntry>> {
+    let fits = |name: &str| patterns.is_none_or(|patterns| matches_tool(patterns, name));
+    let catalog = engine.registry.catalog();
+    let mut handoffs = catalog.handoffs(&caller.project);
+    handoffs.retain(|entry| catalog.is_listed(caller, entry));
+    let active = options.active_agent.as_ref().map(|agent| handoff_tool_name(&agent.agent_id));
+    handoffs.retain(|entry| {
+        let name = &entry.definition.name;
+        let agent_id = name.trim_start_matches(HANDOFF_TOOL_PREFIX);
+        active.as_ref() != Some(name) && (fits(name) || fits(&transfer_name(agent_id)))
+    });
+    handoffs
 }
 
-/// Returns whether the definitions have more tokens than this. Counting stops there.
+/// Describes a selection of tools. It is the same as long as the caller selects the same tools.
+fn selection_scope(options: &RunOptions, patterns: Option<&[String]>) -> String {
+    let agent = options.active_agent.as_ref().map_or("", |agent| &agent.agent_id);
+    format!("{agent}:{}", patterns.map_or_else(|| "*".to_owned(), |patterns| patterns.join(",")))
+}
+
+fn is_handoff_entry(entry: &CatalogEntry) -> bool {
+    entry.definition.executor == Executor::HANDOFF
+}
+
+fn describe(name: &str, tool: &ToolDefinition) -> Json {
+    describe_tool(ToolFormat::OpenAi, name, tool)
+}
+
+/// Returns whether the definitions have more than `max_tokens` tokens. Stops counting at that
+/// number.
 fn exceeds_tokens(named: &[(String, Arc<CatalogEntry>)], max_tokens: usize) -> bool {
     let size = |(name, entry): &(String, Arc<CatalogEntry>)| {
         let tool = &entry.definition;
@@ -375,7 +444,7 @@ pub fn check_tool_patterns(
     Ok(())
 }
 
-/// Checks the pinned tools of a run or request. A pattern and a name may match nothing.
+/// Checks the pinned tools of a run or request. A name or pattern that matches no tool is valid.
 pub fn check_pinned_tools(mode: Option<ToolMode>, pinned: Option<&[String]>) -> Result<(), Error> {
     let refused = |pointer: String, problem: &str| {
         let message = format!("{}: {problem}", pointer.trim_start_matches('/'));

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::budget::OpenChild;
 use super::run_id_for;
 use crate::domain::agent::{OnParentEnd, ResultField};
 use crate::domain::call::Call;
@@ -15,9 +14,10 @@ use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::run::{Run, RunLineage, RunStatus};
 use crate::domain::tool::Executor;
-use crate::lifecycle::Event;
+use crate::lifecycle::{Event, split_warning};
 use crate::ports::core::from_store_error;
 use crate::runs::Runs;
+use crate::utp::trees::OpenChild;
 
 /// Reason of the cancellation of a call whose caller has ended.
 const PARENT_ENDED: &str = "the run that called this agent has ended";
@@ -27,7 +27,11 @@ pub(super) fn agent_result(run: &Run) -> Result<Json, Fault> {
     let agent = run.lineage.as_ref().map_or("", |lineage| lineage.agent_id.as_str());
     let with_run = |fault: Fault| {
         let detail = json!({ "run_id": run.id, "agent_id": agent });
-        Fault { detail: fault.detail.or(Some(detail)), ..fault }.retryable(false)
+        let fault = Fault { detail: fault.detail.or(Some(detail)), ..fault }.retryable(false);
+        match run.progress.is_harmless() {
+            true => fault.without_side_effect(),
+            false => fault,
+        }
     };
     match run.status {
         RunStatus::Succeeded => {
@@ -56,7 +60,8 @@ pub(super) fn agent_result(run: &Run) -> Result<Json, Fault> {
         _ => {
             let fault = run.error.clone().map(Fault::from);
             let fault = fault.unwrap_or_else(|| Fault::new(Code::RuntimeError, "no reason given"));
-            let message = format!("agent \"{agent}\" failed: {}", fault.message);
+            let (reason, _) = split_warning(&fault.message);
+            let message = format!("agent \"{agent}\" failed: {reason}");
             Err(with_run(Fault { message, ..fault }))
         }
     }
@@ -143,17 +148,17 @@ pub(crate) fn check_finish(
 }
 
 impl Runs {
-    /// Acts on the committed end of a run: reports the result of its call, and ends the agents that
-    /// it called as they request.
+    /// Acts on the committed end of a run: reports the result of its call, and cancels the agents
+    /// that it called, except those that continue without it ([`OnParentEnd`]).
     pub(crate) fn handle_run_end(self: &Arc<Self>, run: &Run) {
-        let children = self.trees.budgets.open_children(run);
-        self.trees.budgets.drop_if_ended(run);
+        let children = self.utp.trees.budgets.open_children(run);
+        self.utp.trees.budgets.drop_if_ended(run);
         if run.lineage.is_some() {
             let (runs, run) = (self.clone(), run.clone());
             self.core.tasks.spawn(async move { runs.report_agent_result(&run).await });
         }
         if run.progress.calls > 0 {
-            // Agents that were called and have not started yet.
+            // Cancel the agents that the run called and that have not started yet.
             let (utp, run) = (self.utp.clone(), run.clone());
             self.core.tasks.spawn(async move {
                 let is_own = |call: &Call| call.origin.agent == run.owner.agent;
@@ -186,7 +191,7 @@ impl Runs {
         self.dispatcher.advance_with_retry(&run.project, call_id, event).await;
     }
 
-    /// Cancels the call of an open child; without one, its run.
+    /// Cancels the call of an open child, if it is open, and stops the child's run.
     fn spawn_child_cancel(self: &Arc<Self>, project: &str, child: OpenChild) {
         let (runs, project) = (self.clone(), project.to_owned());
         self.core.tasks.spawn(async move {
@@ -195,7 +200,8 @@ impl Runs {
                 let event = Event::Cancel { by: "toolcrib".to_owned(), reason };
                 runs.dispatcher.advance_with_retry(&project, &child.call_id, event).await;
             }
-            // The end of the call stops the run too; this one covers a call that had ended.
+            // The end of the call stops the run too. Stop it here as well, in case the call had
+            // ended before.
             runs.stop_child_run(&project, &child.run_id, PARENT_ENDED).await;
         });
     }
@@ -203,7 +209,7 @@ impl Runs {
     /// Stops the run of a call that has ended, in the background.
     pub(super) fn stop_agent(self: &Arc<Self>, call_id: &CallId) {
         let run_id = run_id_for(call_id);
-        let Some(project) = self.trees.budgets.project_of(&run_id) else { return };
+        let Some(project) = self.utp.trees.budgets.project_of(&run_id) else { return };
         let runs = self.clone();
         self.core.tasks.spawn(async move {
             runs.stop_child_run(&project, &run_id, "the call of the agent has ended").await;

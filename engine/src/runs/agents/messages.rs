@@ -24,7 +24,7 @@ pub(super) async fn resolve_box(
         let found = utp.boxes.find_box(&call.project, box_id).await?;
         return found.map(|found| Some(found.box_id)).ok_or_else(|| box_not_found(box_id));
     }
-    // The agent of a turn may name a context that is no box.
+    // A turn passes its `context_box_id` on unchecked, so there may be no box with this id.
     match above.context_box_id() {
         Some(box_id) => {
             let found = utp.boxes.find_box(&call.project, box_id).await?;

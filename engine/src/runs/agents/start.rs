@@ -10,22 +10,23 @@ use super::task::AgentTask;
 use crate::domain::call::Call;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::run::options::{RunLimits, RunOptions};
-use crate::domain::run::progress::RunProgress;
-use crate::domain::run::{
-    JournalKind, JournalRecord, Run, RunBudget, RunLineage, RunOwner, RunStatus,
-};
+use crate::domain::run::{JournalKind, JournalRecord, Run, RunBudget, RunLineage, RunOwner};
 use crate::ports::core::Core;
 use crate::ports::source::{Attempt, StartResult};
 use crate::runs::Runs;
 
-/// Returns the first run of a run's tree.
+/// Returns the id of the first run or turn of a run's tree.
 pub(crate) fn root_of(run: &Run) -> &str {
     run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id)
 }
 
 fn into_fault(error: Error) -> Fault {
     match error {
-        Error::Refused { fault, .. } => fault.retryable(false),
+        // A refusal started nothing. A store or an engine that is not available may have begun.
+        Error::Refused { fault, .. } => match fault.code {
+            Code::Overloaded | Code::UpstreamUnavailable | Code::Internal => fault.retryable(false),
+            _ => fault.without_side_effect().retryable(false),
+        },
         Error::Internal(source) => {
             tracing::error!(error = %source, "an agent's run did not start");
             Fault::new(Code::Internal, "internal error; see the server's log").retryable(false)
@@ -77,12 +78,12 @@ impl Runs {
     async fn try_start_agent(self: &Arc<Self>, attempt: &Attempt) -> Result<Option<Run>, Error> {
         let run_id = run_id_for(&attempt.call_id);
         if attempt.redelivered
-            && let Some(run) = self.trees.load_run(&attempt.project, &run_id).await?
+            && let Some(run) = self.utp.trees.load_run(&attempt.project, &run_id).await?
         {
             if run.status.is_terminal() {
                 return Ok(Some(run));
             }
-            self.trees.load_tree(&run.project, root_of(&run)).await?;
+            self.utp.trees.load_tree(&run.project, root_of(&run)).await?;
             drop(self.lock_run(&run.project, &run.id).await?);
             return Ok(None);
         }
@@ -126,24 +127,12 @@ impl Runs {
             "model": model, "agent_id": agent.agent_id, "agent_version": agent.version,
             "tool_call_id": call.id, "parent_run_id": lineage.parent_run_id,
         });
+        let owner = self.agent_run_owner(call, parent);
+        let options = self.agent_run_options(task, &run_id, &lineage, attempt);
         let run = Run {
-            owner: self.agent_run_owner(call, parent),
-            options: self.agent_run_options(task, &run_id, &lineage, attempt),
-            id: run_id,
-            project: call.project.clone(),
-            model: model.unwrap_or_default(),
-            status: RunStatus::Running,
-            progress: RunProgress::default(),
-            answer: None,
-            error: None,
-            deliverable_card_id: None,
-            queued_messages: Vec::new(),
-            created_ms: now_ms,
-            updated_ms: now_ms,
-            ended_ms: None,
-            version: 1,
             lineage: Some(Box::new(lineage)),
             context_box_id,
+            ..Run::start(&call.project, owner, model.unwrap_or_default(), options, now_ms)
         };
         let entry = JournalRecord::new(JournalKind::Created, now_ms, data).with_messages(messages);
         let creating = self.clone().create_run(run, None, None, entry, false);
@@ -172,10 +161,19 @@ impl Runs {
         let (limits, default) = (&task.agent.profile.limits, RunLimits::default());
         let remaining_ms = attempt.deadline_ms.saturating_sub(self.core.wall_ms()).max(1);
         let calls = lineage.budget.calls.and_then(|calls| u32::try_from(calls).ok());
+        let profile = &task.agent.profile;
+        // The settings of the agent, not those of the caller that owns the run.
+        let (tool_mode, pinned_tools) = self.tool_modes.resolve(
+            &task.agent.agent_id,
+            profile.tool_mode,
+            profile.pinned_tools.as_deref(),
+        );
         RunOptions {
             run_id: run_id.to_owned(),
             idempotency_prefix: Some(run_id.to_owned()),
-            tools: task.agent.profile.tools.clone(),
+            tools: profile.tools.clone(),
+            tool_mode: Some(tool_mode),
+            pinned_tools: Some(pinned_tools.to_vec()),
             limits: RunLimits {
                 steps: limits.steps.unwrap_or(default.steps),
                 calls: calls.unwrap_or(default.calls),

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::budget::{ChildReservation, TreeKey};
 use crate::domain::agent::{AGENT_TOOL_PREFIX, AgentDefinition, OnParentEnd};
 use crate::domain::call::Call;
 use crate::domain::fault::{Code, Error, Fault};
@@ -10,6 +9,7 @@ use crate::domain::run::RunBudget;
 use crate::ports::source::Attempt;
 use crate::runs::Runs;
 use crate::utp::lineage::CallLineage;
+use crate::utp::trees::{ChildReservation, TreeKey};
 
 /// The work that an agent was called for, and its place in the tree.
 pub(super) struct AgentTask {
@@ -64,9 +64,9 @@ impl Runs {
         node_id: &str,
     ) -> Result<RunBudget, Error> {
         let key = task.tree_key(node_id);
-        self.trees.load_tree(&key.0, &key.1).await?;
+        self.utp.trees.load_tree(&key.0, &key.1).await?;
         if let Some(turn) = &task.above.turn {
-            self.trees.budgets.add_turn(&key, turn);
+            self.utp.trees.budgets.add_turn(&key, turn);
         }
         let reservation = ChildReservation {
             node_id,
@@ -76,9 +76,9 @@ impl Runs {
             on_parent_end: task.agent.on_parent_end,
             max_children: self.core.limits.max_child_runs,
         };
-        let reserved = self.trees.budgets.reserve(&key, &reservation);
+        let reserved = self.utp.trees.budgets.reserve(&key, &reservation);
         if reserved.is_err() {
-            self.trees.budgets.drop_if_unused(&key);
+            self.utp.trees.budgets.drop_if_unused(&key);
         }
         Ok(reserved?)
     }
@@ -86,7 +86,7 @@ impl Runs {
     /// Releases what was reserved for a run or turn that was not created.
     pub(super) fn release_budget(&self, task: &AgentTask, node_id: &str) {
         let key = task.tree_key(node_id);
-        self.trees.budgets.discard(&key, node_id);
-        self.trees.budgets.drop_if_unused(&key);
+        self.utp.trees.budgets.discard(&key, node_id);
+        self.utp.trees.budgets.drop_if_unused(&key);
     }
 }

@@ -3,19 +3,15 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::budget::TreeBudgets;
 use super::start::root_of;
 use crate::domain::access_rules::RuleAction;
 use crate::domain::caller::Caller;
 use crate::domain::fault::Error;
-use crate::domain::run::{Run, RunBudget, RunLineage};
+use crate::domain::run::{Run, RunBudget};
 use crate::domain::utp::Turn;
-use crate::ports::core::{Core, from_store_error};
 use crate::registry::Registry;
 use crate::runs::stream::RunStreams;
-
-/// Number of runs of a tree read at a time.
-const TREE_PAGE: usize = 500;
+use crate::utp::Utp;
 
 /// Usage of a run, or of a whole tree.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -36,174 +32,193 @@ impl std::ops::AddAssign for TreeUsage {
     }
 }
 
-/// One run of a tree, with the runs below it.
+/// A run, or the turn of an agent that a worker drives.
+#[derive(Debug, Clone)]
+pub enum TreeMember {
+    /// A run, in its stored state.
+    Run(Box<Run>),
+    /// A turn, in its stored state.
+    Turn(Box<Turn>),
+}
+
+impl TreeMember {
+    fn id(&self) -> &str {
+        match self {
+            Self::Run(run) => &run.id,
+            Self::Turn(turn) => &turn.turn_id,
+        }
+    }
+
+    fn created_ms(&self) -> u64 {
+        match self {
+            Self::Run(run) => run.created_ms,
+            Self::Turn(turn) => turn.created_ms,
+        }
+    }
+
+    fn is_open(&self) -> bool {
+        match self {
+            Self::Run(run) => !run.status.is_terminal(),
+            Self::Turn(turn) => !turn.status.is_terminal(),
+        }
+    }
+
+    fn usage(&self) -> TreeUsage {
+        match self {
+            Self::Run(run) => {
+                let now = run.progress.usage_so_far();
+                TreeUsage { steps: now.steps.into(), calls: now.calls.into(), tokens: now.tokens }
+            }
+            Self::Turn(turn) => {
+                turn.delegation.as_ref().map_or_else(TreeUsage::default, |delegation| TreeUsage {
+                    steps: 0,
+                    calls: delegation.used_calls,
+                    tokens: delegation.used_tokens,
+                })
+            }
+        }
+    }
+
+    /// Returns the part of its caller's budget that it has reserved.
+    fn budget(&self) -> RunBudget {
+        match self {
+            Self::Run(run) => run.lineage.as_ref().map(|lineage| lineage.budget),
+            Self::Turn(turn) => turn.delegation.as_ref().map(|delegation| RunBudget {
+                calls: delegation.lineage.calls,
+                tokens: delegation.lineage.tokens,
+            }),
+        }
+        .unwrap_or_default()
+    }
+}
+
+/// One run or turn of a tree, with those below it.
 #[derive(Debug, Clone)]
 pub struct RunTreeNode {
-    /// The run in its stored state.
-    pub run: Run,
-    /// Usage of the run itself.
+    /// The run or turn.
+    pub member: TreeMember,
+    /// Usage of the run or turn itself.
     pub usage: TreeUsage,
-    /// Usage of the run and everything below it.
+    /// Usage of the run or turn and everything below it.
     pub total: TreeUsage,
-    /// Parts of its budget that open runs below it have reserved.
+    /// Parts of its budget that open runs and turns below it have reserved.
     pub reserved: RunBudget,
-    /// Runs of the agents that it called, in the order of their start.
+    /// Runs and turns of the agents that it called, in the order of their start.
     pub children: Vec<RunTreeNode>,
+}
+
+impl RunTreeNode {
+    /// Returns the run; `None` if the node is a turn.
+    pub fn run(&self) -> Option<&Run> {
+        match &self.member {
+            TreeMember::Run(run) => Some(run),
+            TreeMember::Turn(_) => None,
+        }
+    }
+
+    /// Returns the turn; `None` if the node is a run.
+    pub fn turn(&self) -> Option<&Turn> {
+        match &self.member {
+            TreeMember::Run(_) => None,
+            TreeMember::Turn(turn) => Some(turn),
+        }
+    }
 }
 
 /// The tree below a run.
 #[derive(Debug, Clone)]
 pub struct RunTree {
-    /// First run of the whole tree, which may be above `node`.
+    /// First run or turn of the whole tree, which may be above `node`.
     pub root_run_id: String,
     /// The requested run.
     pub node: RunTreeNode,
     /// Number of runs at and below it.
     pub run_count: usize,
-    /// Number of those that have not ended.
+    /// Number of turns of workers below it.
+    pub turn_count: usize,
+    /// Number of runs and turns that have not ended.
     pub open_count: usize,
 }
 
-/// The trees of runs: stored as the runs of agents, in memory with their budgets.
+/// Shows the trees of runs.
 pub struct RunTrees {
-    core: Arc<Core>,
     registry: Arc<Registry>,
     streams: Arc<RunStreams>,
-    pub(crate) budgets: TreeBudgets,
+    utp: Arc<Utp>,
 }
 
 impl RunTrees {
-    pub(crate) fn new(registry: &Arc<Registry>, streams: &Arc<RunStreams>) -> Self {
-        Self {
-            core: registry.core.clone(),
-            registry: registry.clone(),
-            streams: streams.clone(),
-            budgets: TreeBudgets::default(),
-        }
+    pub(crate) fn new(registry: &Arc<Registry>, streams: &Arc<RunStreams>, utp: &Arc<Utp>) -> Self {
+        Self { registry: registry.clone(), streams: streams.clone(), utp: utp.clone() }
     }
 
-    /// Returns a run with all runs below it that the caller may read.
+    /// Returns a run with all runs below it that the caller may read, and the turns of workers that
+    /// these runs called.
     pub async fn find_tree(&self, caller: &Caller, run_id: &str) -> Result<RunTree, Error> {
         let run = self.streams.find_run(caller, run_id).await?;
         let root_run_id = root_of(&run).to_owned();
         let catalog = self.registry.catalog();
-        let mut runs = self.read_tree(&caller.project, &root_run_id).await?;
+        let project = &caller.project;
+        let mut runs = self.utp.trees.read_runs(project, &root_run_id).await?;
+        let turns = self.utp.trees.read_turns(project, &root_run_id, &runs).await?;
         runs.retain(|run| catalog.may_access_run(caller, RuleAction::Read, run));
-        let mut by_parent: HashMap<String, Vec<Run>> = HashMap::new();
-        for run in runs {
-            let parent = run.lineage.as_deref().and_then(parent_of);
-            if let Some(parent) = parent {
-                by_parent.entry(parent).or_default().push(run);
-            }
-        }
-        let node = build_node(run, &mut by_parent);
-        let (mut run_count, mut open_count) = (0, 0);
+        let node = build_node(TreeMember::Run(Box::new(run)), &mut group_by_parent(runs, turns));
+        let (mut run_count, mut turn_count, mut open_count) = (0, 0, 0);
         let mut rest = vec![&node];
         while let Some(node) = rest.pop() {
-            run_count += 1;
-            open_count += usize::from(!node.run.status.is_terminal());
+            match node.member {
+                TreeMember::Run(_) => run_count += 1,
+                TreeMember::Turn(_) => turn_count += 1,
+            }
+            open_count += usize::from(node.member.is_open());
             rest.extend(&node.children);
         }
-        Ok(RunTree { root_run_id, run_count, open_count, node })
-    }
-
-    /// Returns the last committed state of a run.
-    pub(crate) async fn load_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, Error> {
-        // The id of a call's run may be any text that groups calls.
-        if !run_id.starts_with(Run::PREFIX) {
-            return Ok(None);
-        }
-        self.core.store.runs().run(project, run_id).await.map_err(from_store_error)
-    }
-
-    /// Loads a tree into memory, if it is not there.
-    pub(crate) async fn load_tree(&self, project: &str, root: &str) -> Result<(), Error> {
-        let key = (project.to_owned(), root.to_owned());
-        if self.budgets.is_loaded(&key) {
-            return Ok(());
-        }
-        let runs = self.read_tree(project, root).await?;
-        let turns = self.read_turns(project, &runs).await?;
-        self.budgets.add_tree(key, &runs, &turns);
-        Ok(())
-    }
-
-    /// Loads the tree of an adopted run into memory, if agents belong to it.
-    pub(crate) async fn restore_tree(&self, project: &str, root: &str) -> Result<(), Error> {
-        let key = (project.to_owned(), root.to_owned());
-        if self.budgets.is_loaded(&key) {
-            return Ok(());
-        }
-        let runs = self.read_tree(project, root).await?;
-        if runs.iter().any(|run| run.lineage.is_some()) {
-            let turns = self.read_turns(project, &runs).await?;
-            self.budgets.add_tree(key, &runs, &turns);
-        }
-        Ok(())
-    }
-
-    /// Reads all stored runs of a tree, the first one included.
-    async fn read_tree(&self, project: &str, root: &str) -> Result<Vec<Run>, Error> {
-        let mut runs: Vec<Run> = Vec::new();
-        loop {
-            let after = runs.last().map(|run| run.id.clone());
-            let page = self.core.store.agents().tree_runs(project, root, after, TREE_PAGE).await;
-            let page = page.map_err(from_store_error)?;
-            let is_last = page.len() < TREE_PAGE;
-            runs.extend(page);
-            if is_last {
-                break;
-            }
-        }
-        if !runs.iter().any(|run| run.id == root) {
-            runs.extend(self.load_run(project, root).await?);
-        }
-        Ok(runs)
+        Ok(RunTree { root_run_id, run_count, turn_count, open_count, node })
     }
 }
 
-impl RunTrees {
-    /// Reads the turns of workers that called these runs, and those above them.
-    async fn read_turns(&self, project: &str, runs: &[Run]) -> Result<Vec<Turn>, Error> {
-        let lineages = runs.iter().filter_map(|run| run.lineage.as_deref());
-        let mut rest: Vec<String> =
-            lineages.filter_map(|lineage| lineage.parent_turn_id.clone()).collect();
-        let (mut turns, mut seen): (Vec<Turn>, HashSet<String>) = Default::default();
-        while let Some(id) = rest.pop() {
-            if !seen.insert(id.clone()) {
-                continue;
-            }
-            let found = self.core.store.utp().turn(project, &id).await.map_err(from_store_error)?;
-            let Some(turn) = found else { continue };
-            // The id above is that of a run or a turn; there is no turn with the id of a run.
-            let above = turn.delegation.as_ref();
-            rest.extend(above.and_then(|delegation| delegation.lineage.parent_id.clone()));
-            turns.push(turn);
+/// Groups the runs and turns of a tree by the run or turn that called them.
+fn group_by_parent(runs: Vec<Run>, turns: Vec<Turn>) -> HashMap<String, Vec<TreeMember>> {
+    let turn_ids: HashSet<String> = turns.iter().map(|turn| turn.turn_id.clone()).collect();
+    let mut by_parent: HashMap<String, Vec<TreeMember>> = HashMap::new();
+    for run in runs {
+        let lineage = run.lineage.as_deref();
+        let parent_turn = lineage.and_then(|lineage| lineage.parent_turn_id.clone());
+        // A turn that was deleted leaves its runs to the nearest run above it.
+        let parent = parent_turn.filter(|id| turn_ids.contains(id));
+        let parent = parent.or_else(|| lineage?.parent_run_id.clone());
+        if let Some(parent) = parent {
+            by_parent.entry(parent).or_default().push(TreeMember::Run(Box::new(run)));
         }
-        Ok(turns)
     }
+    for turn in turns {
+        let lineage = turn.delegation.as_ref().map(|delegation| &delegation.lineage);
+        if let Some(parent) = lineage.and_then(|lineage| lineage.parent_id.clone()) {
+            by_parent.entry(parent).or_default().push(TreeMember::Turn(Box::new(turn)));
+        }
+    }
+    for members in by_parent.values_mut() {
+        members.sort_by(|a, b| (a.created_ms(), a.id()).cmp(&(b.created_ms(), b.id())));
+    }
+    by_parent
 }
 
-fn parent_of(lineage: &RunLineage) -> Option<String> {
-    lineage.parent_run_id.clone()
-}
-
-/// Builds the node of a run. The depth of the tree is bounded, so recursion is too.
-fn build_node(run: Run, by_parent: &mut HashMap<String, Vec<Run>>) -> RunTreeNode {
-    let children = by_parent.remove(&run.id).unwrap_or_default();
+/// Builds the node of a run or turn. The depth of the tree is bounded, so recursion is too.
+fn build_node(member: TreeMember, by_parent: &mut HashMap<String, Vec<TreeMember>>) -> RunTreeNode {
+    let children = by_parent.remove(member.id()).unwrap_or_default();
     let children: Vec<RunTreeNode> =
         children.into_iter().map(|child| build_node(child, by_parent)).collect();
-    let now = run.progress.usage_so_far();
-    let usage = TreeUsage { steps: now.steps.into(), calls: now.calls.into(), tokens: now.tokens };
+    let usage = member.usage();
     let (mut total, mut reserved) = (usage, RunBudget::default());
     for child in &children {
         total += child.total;
-        let budget = child.run.lineage.as_ref().map(|lineage| lineage.budget);
-        let budget = budget.filter(|_| !child.run.status.is_terminal()).unwrap_or_default();
-        reserved.calls = add_reserved(reserved.calls, budget.calls);
-        reserved.tokens = add_reserved(reserved.tokens, budget.tokens);
+        if child.member.is_open() {
+            let budget = child.member.budget();
+            reserved.calls = add_reserved(reserved.calls, budget.calls);
+            reserved.tokens = add_reserved(reserved.tokens, budget.tokens);
+        }
     }
-    RunTreeNode { run, usage, total, reserved, children }
+    RunTreeNode { member, usage, total, reserved, children }
 }
 
 fn add_reserved(sum: Option<u64>, more: Option<u64>) -> Option<u64> {

@@ -36,10 +36,7 @@ impl Runs {
         if attempt.redelivered
             && let Some(turn) = self.utp.find_turn(&attempt.project, turn_id).await?
         {
-            let root = turn.delegation.as_ref().and_then(|d| d.lineage.root_id.clone());
-            let root = root.unwrap_or_else(|| turn_id.to_owned());
-            self.trees.load_tree(&attempt.project, &root).await?;
-            self.trees.budgets.add_turn(&(attempt.project.clone(), root), &turn);
+            self.utp.trees.load_turn(&turn).await?;
             // The stored turn keeps its place, and its end is reported if it has ended.
             return Ok(workers.start_turn(attempt, TurnStart::default()).await);
         }
@@ -68,8 +65,8 @@ impl Runs {
         Ok(started)
     }
 
-    /// Returns the budget of a turn whose attempt is no longer in flight.
+    /// Releases the budget of a turn whose attempt is no longer in flight.
     pub(super) fn release_turn(&self, call_id: &CallId, attempt: u32) {
-        self.trees.budgets.end_turn(&turn_id_of(call_id, attempt));
+        self.utp.trees.budgets.end_turn(&turn_id_of(call_id, attempt));
     }
 }

@@ -192,7 +192,7 @@ impl ConversationCall<'_> {
     /// Returns the most useful text within `budget` tokens.
     fn shorten(&self, content: &str, budget: usize) -> String {
         match self.result.map(|result| &result.outcome) {
-            Some(Ok(data)) => render_result(self.call, data, budget),
+            Some(Ok(data)) => render_result(self.call, &self.name, data, budget),
             Some(Err(fault)) => truncate_to_tokens(&format!("failed: {fault}"), budget),
             None => truncate_to_tokens(content, budget),
         }

@@ -292,21 +292,22 @@ fn finished_line(
 ) -> String {
     let ago = result.completed_ms.map(|at_ms| format!(", {} ago", format_elapsed(at_ms, now_ms)));
     let outcome = match &result.outcome {
-        Ok(data) => format!("ok: {}", one_line(&render_result(call, data, budget))),
+        Ok(data) => format!("ok: {}", one_line(&render_result(call, name, data, budget))),
         Err(fault) => truncate_to_tokens(&one_line(&format!("failed: {fault}")), budget),
     };
     format!("- {name}, call_id {}{}, {outcome}", call.call_id, ago.unwrap_or_default())
 }
 
-/// Renders a result in at most `budget` tokens: unchanged, or as a digest.
-pub(super) fn render_result(call: &ToolCall, data: &Json, budget: usize) -> String {
+/// Renders a result in at most `budget` tokens: unchanged, or as a digest, which has the tool's
+/// name as the model sees it.
+pub(super) fn render_result(call: &ToolCall, name: &str, data: &Json, budget: usize) -> String {
     let whole = || data_content(data);
     let Some(call_id) = &call.tool_call_id else { return truncate_to_tokens(&whole(), budget) };
     let source = digest::DigestSource {
         call_id,
-        tool: &call.name,
+        tool: name,
         hint: Some(call.args.text()),
-        reader: RESULT_READ,
+        reader: &model_tool_names::name_for_model(RESULT_READ),
     };
     digest(data, budget, &source).map_or_else(whole, |digest| digest.text)
 }

@@ -366,6 +366,7 @@ fn the_results_of_a_conversation_stay_within_their_budget() {
     }
     let some = contents(Some(500));
     assert_eq!(some[0], "many words of a result ", "the short result is not shortened");
-    assert!(some[1].contains("result.read"), "{}", some[1]);
+    assert!(some[1].contains("result__read"), "{}", some[1]);
+    assert!(!some[1].contains("result.read"), "{}", some[1]);
     assert!(contents(None)[1].len() > 10_000);
 }

@@ -1,9 +1,10 @@
 //! The run of a conversation of OpenAI's API, stored when its response is complete: it is listed,
 //! shown, followed and continued like any other run.
 //!
-//! A conversation lives in its request, so no task drives its run and none is adopted after a
-//! crash. The record has the journal of a run: the messages of the request, each reply with the
-//! results of its calls, and the end.
+//! A conversation exists only while its request does, so no task drives its run, and no process
+//! adopts the run after a crash. While it is in progress, memory has its run (`OpenConversation`).
+//! The record has the journal of a run: the messages of the request, each reply with the results of
+//! its calls, and the end.
 
 use serde_json::{Value, json};
 
@@ -12,8 +13,9 @@ use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::run::options::RunOptions;
 use crate::domain::run::progress::{FinalAnswer, RunProgress};
-use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunOwner, RunStatus};
+use crate::domain::run::{JournalKind, JournalRecord, Run, RunError, RunStatus};
 use crate::ports::core::from_store_error;
+use crate::ports::engine_metrics;
 
 /// Maximum size of the messages of a request in the journal. Of a longer request, only the newest
 /// message is stored: the caller has the others.
@@ -55,6 +57,7 @@ impl Conversations {
             None => JournalKind::Created,
         };
         let (status, answer, error) = match &ended.outcome {
+            Err(error) if error.code() == Code::Canceled => (RunStatus::Canceled, None, None),
             Ok(answer) => {
                 let error = failure_of(answer, ended.progress);
                 let status = match &error {
@@ -65,27 +68,16 @@ impl Conversations {
             }
             Err(error) => (RunStatus::Failed, None, Some(to_run_error(error))),
         };
+        let keyed = self.registry.credentials.has_active_key(caller);
         let run = Run {
-            id: id.clone(),
-            project: caller.project.clone(),
-            owner: RunOwner {
-                keyed: self.registry.credentials.has_active_key(caller),
-                ..RunOwner::from(caller)
-            },
-            model: ended.model.to_owned(),
             status,
-            options: RunOptions { is_conversation: true, ..ended.options.clone() },
             progress: ended.progress.clone(),
             answer,
             error,
-            deliverable_card_id: None,
-            queued_messages: Vec::new(),
             created_ms: found.as_ref().map_or(ended.started_ms, |run| run.created_ms),
-            updated_ms: now_ms,
             ended_ms: Some(now_ms),
             version: found.as_ref().map_or(1, |run| run.version + 1),
-            lineage: None,
-            context_box_id: None,
+            ..Run::for_conversation(caller, keyed, ended.model, ended.options, now_ms)
         };
         let entries = journal_of(&ended, &run, kind, now_ms);
         match found {
@@ -94,9 +86,11 @@ impl Conversations {
             Some(before) if before.options.is_conversation => {
                 store.save_run(run, entries).await.map(drop)
             }
-            Some(_) => Ok(()),
+            Some(_) => return Ok(()),
         }
-        .map_err(from_store_error)
+        .map_err(from_store_error)?;
+        engine_metrics::count_run_end(status.as_str());
+        Ok(())
     }
 }
 
@@ -153,6 +147,14 @@ fn journal_of(
                 entries.push(entry.with_messages(vec![message.clone()]));
             }
         }
+    }
+    if let Err(Error::Refused { fault, .. }) = &ended.outcome
+        && run.status == RunStatus::Canceled
+    {
+        let reason = || json!({ "reason": fault.message });
+        let data = fault.detail.clone().unwrap_or_else(reason);
+        entries.push(JournalRecord::new(JournalKind::Canceled, now_ms, data));
+        return entries;
     }
     let text = run.answer.as_ref().map(|answer| answer.text.as_str());
     let mut data = json!({ "answer": text, "usage": run.progress.usage,

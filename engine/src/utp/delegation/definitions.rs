@@ -208,9 +208,9 @@ fn provision_schema() -> Value {
             "profile_name": optional("Id of an agent whose profile is the starting point"),
             "profile": {
                 "type": "object",
-                "description": "instructions, model, tools, limits {steps, calls, tokens, ms, \
-                                depth} and result_fields; what it omits comes from the starting \
-                                point",
+                "description": "instructions, model, tools, tool_mode, pinned_tools, limits \
+                                {steps, calls, tokens, ms, depth} and result_fields; what it \
+                                omits comes from the starting point",
             },
             "worker_target": optional("Target of wakeups, if an external worker drives the agent"),
             "display_name": optional("Name for people"),

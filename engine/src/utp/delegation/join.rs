@@ -17,17 +17,17 @@ use super::definitions::{ForkJoinArgs, JoinMode, TargetStrategy};
 use super::{DelegatedTask, Delegation, into_fault};
 use crate::calls::{Ticket, Until};
 use crate::domain::call::{Call, Status};
-use crate::domain::fault::{Code, Error, Fault};
+use crate::domain::fault::{Code, Error, Fault, SideEffect};
 use crate::domain::json::Json;
 use crate::domain::utp::ToolStatus;
 use crate::domain::utp::delegation::{MAX_JOIN_TASKS, join_ms};
-use crate::lifecycle::{Event, RemoteOutcome};
+use crate::lifecycle::{Event, RemoteOutcome, split_warning};
 
 /// Time that a task has after the deadline of its join, so that the join ends first.
 const TASK_GRACE_MS: u64 = 2_000;
-/// Time by which a join ends before its own call would time out.
+/// Time before the deadline of its own call at which a join ends.
 const CALL_MARGIN_MS: u64 = 500;
-/// Delay before a task is tried again that the server had no capacity for.
+/// Delay before the next attempt to start a task for which the server had no capacity.
 const CAPACITY_RETRY_MS: u64 = 200;
 
 /// The tasks of a join and the condition that ends it.
@@ -108,7 +108,7 @@ impl Delegation {
         mut join: Join,
         canceled: CancellationToken,
     ) {
-        // Not before the call was created, should the clock have been set back.
+        // Never before the creation of the call, even if the clock was set back.
         let latest_ms = call.deadline_ms.saturating_sub(CALL_MARGIN_MS).max(call.created_ms);
         join.deadline_ms = join.deadline_ms.min(latest_ms);
         for task in &mut join.tasks {
@@ -201,7 +201,7 @@ impl Delegation {
             tokio::select! {
                 Some((index, ended)) = waiting.next() => match ended {
                     Ok(ended) => states[index] = TaskState::Ended(ended),
-                    // The engine shuts down, and the next one waits on.
+                    // The engine shuts down; the next process continues the wait.
                     Err(Error::Refused { fault, .. }) if fault.code == Code::Overloaded => {
                         return None;
                     }
@@ -262,7 +262,10 @@ impl Delegation {
             ToolStatus::Failed | ToolStatus::Canceled => {
                 let message = describe_failures(join, states, end);
                 let fault = Fault::runtime(message).retryable(false).with_detail(summary);
-                let result = Err(fault);
+                let result = Err(match states.iter().all(TaskState::is_harmless) {
+                    true => fault.without_side_effect(),
+                    false => fault,
+                });
                 return Event::Report { attempt: Some(attempt), by: Some(by), result };
             }
         };
@@ -290,6 +293,15 @@ impl TaskState {
 
     fn has_succeeded(&self) -> bool {
         matches!(self, Self::Ended(call) if call.status == Status::Succeeded)
+    }
+
+    /// Returns true if the task certainly had no effect.
+    fn is_harmless(&self) -> bool {
+        match self {
+            Self::Waiting(_) => false,
+            Self::Ended(_) => self.fault().is_some_and(|f| f.side_effect == SideEffect::None),
+            Self::Refused(fault) => fault.code != Code::Internal,
+        }
     }
 
     fn fault(&self) -> Option<&Fault> {
@@ -327,7 +339,8 @@ fn question_event(call: &Call, join: &Join, states: &[TaskState]) -> Event {
     Event::Report { attempt: Some(call.attempt), by: Some("sys.pmo".to_owned()), result }
 }
 
-/// Describes a task and its outcome. A result over the budget is left at its call.
+/// Describes a task and its outcome. A result of more than `budget` bytes is omitted: its call has
+/// it.
 fn describe_task(task: &DelegatedTask, state: &TaskState, end: JoinEnd, budget: usize) -> Value {
     let mut item = Map::new();
     item.insert("task_index".into(), task.index.into());
@@ -375,7 +388,8 @@ fn describe_task(task: &DelegatedTask, state: &TaskState, end: JoinEnd, budget: 
 fn describe_failures(join: &Join, states: &[TaskState], end: JoinEnd) -> String {
     let failed = join.tasks.iter().zip(states).filter_map(|(task, state)| {
         let fault = state.fault()?;
-        Some(format!("task {} ({}): {}", task.index, task.agent_id, fault.message))
+        let (reason, _) = split_warning(&fault.message);
+        Some(format!("task {} ({}): {reason}", task.index, task.agent_id))
     });
     let failed: Vec<String> = failed.collect();
     let (count, total) = (failed.len(), states.len());

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::Delegation;
-use crate::domain::agent::{AgentDefinition, AgentDriver, AgentProfile};
+use crate::domain::agent::{AgentDefinition, AgentDriver, AgentLimits, AgentProfile};
 use crate::domain::call::Call;
 use crate::domain::fault::{Error, Fault};
 use crate::domain::json::Json;
@@ -107,7 +107,7 @@ impl Delegation {
             return Ok(find(&Route::for_call(call).agent_id));
         };
         let lineage = run.lineage.as_deref();
-        let active = run.options.active_agent.as_ref().map(|active| active.agent_id.as_str());
+        let active = run.active_agent_id();
         let agent_id = active.or_else(|| lineage.map(|lineage| lineage.agent_id.as_str()));
         let fallback =
             || AgentDefinition { agent_id: run.owner.agent.clone(), ..AgentDefinition::default() };
@@ -155,8 +155,16 @@ impl Delegation {
             let message = "profile or profile_name is missing";
             return Err(ProvisionRefusal::new("missing_profile", message));
         }
-        let base = template.map(|template| template.profile).unwrap_or_default();
+        // Limits that the arguments do not set are at most those of an agent below the source and
+        // below the creator.
+        let above = [&source, &own].into_iter().flatten();
+        let bounds = above.fold(AgentLimits::default(), |bounds, agent| {
+            bounds.lowered_to(&agent.profile.limits.one_level_below())
+        });
+        let mut base = template.map(|template| template.profile).unwrap_or_default();
+        base.limits = base.limits.lowered_to(&bounds);
         let mut profile = overlay_profile(&base, &args["profile"])?;
+        profile.limits = profile.limits.or_inherited(&bounds);
         // An agent bounds the agents that it defines.
         if let Some(own) = &own {
             profile = profile.narrowed_to(&own.profile).map_err(|problem| {

@@ -15,7 +15,7 @@ use crate::domain::utp::TurnLineage;
 use crate::ports::source::{Attempt, StartResult};
 use crate::utp::{EnqueueRequest, Utp};
 
-/// Delay before a turn is handed over again that could not be stored.
+/// Delay before the next attempt to hand over a turn that could not be stored.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
 
 /// Hands the calls of agents to the workers that drive them.

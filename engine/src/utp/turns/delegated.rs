@@ -28,12 +28,13 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::utp::TurnChange;
 use crate::utp::Utp;
 use crate::utp::inbox::derive_inbox_id;
+use crate::utp::trees::CallCharge;
 
 /// Duration of the first lease, unless the worker requests another.
 const LEASE_MS: u64 = 300_000;
 /// Number of workers that may lose the turn before it is given up.
 const MAX_LOST_LEASES: u32 = 3;
-/// Maximum size of an instruction that the inbox item repeats; the card always has it.
+/// Maximum size, in bytes, of an instruction that the inbox item repeats; the card always has it.
 const MAX_INLINE_INSTRUCTION: usize = 16_384;
 /// Delay before a report that could not be built is tried again.
 const REPORT_RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -53,7 +54,7 @@ pub struct EnqueueRequest {
     pub lineage: TurnLineage,
 }
 
-/// Returns the id of the turn that executes the attempt in flight of a call.
+/// Returns the id of the turn that executes this attempt of a call.
 pub(crate) fn turn_id_of(call_id: &CallId, attempt: u32) -> String {
     let body = call_id.as_str().trim_start_matches(CallId::PREFIX);
     match attempt {
@@ -62,7 +63,8 @@ pub(crate) fn turn_id_of(call_id: &CallId, attempt: u32) -> String {
     }
 }
 
-/// Returns the id of the inbox item that announces the turn in its present state, if one does.
+/// Returns the id of the inbox item that announces the turn in its present epoch, as a list; empty
+/// if the turn is not delegated.
 pub(super) fn turn_item_id(turn: &Turn) -> Vec<String> {
     let key = turn_item_key(turn);
     let id = || derive_inbox_id(&turn.project, &turn.turn_id, &key);
@@ -80,8 +82,8 @@ pub(super) fn set_status(turn: &mut Turn, status: ToolStatus) {
     }
 }
 
-/// Returns the edge that a new state of a delegated turn adds: one when it is handed over, one when
-/// it has ended.
+/// Returns the execution edge that a new state of a delegated turn adds: one when the turn is
+/// handed over, one when it has ended.
 pub(super) fn edge_of(turn: &Turn) -> Option<ExecutionEdge> {
     let delegation = turn.delegation.as_deref()?;
     let above = (
@@ -171,6 +173,8 @@ impl Utp {
             lost_leases: 0,
             status: None,
             lineage: request.lineage.clone(),
+            used_calls: 0,
+            used_tokens: 0,
         };
         let turn = Turn {
             project: call.project.clone(),
@@ -272,6 +276,21 @@ impl Utp {
         let id: CallId = turn.delegation.as_ref()?.call_id.parse().ok()?;
         let call = self.dispatcher.open_calls.get(&id)?.call();
         (call.project == turn.project && !call.status.is_terminal()).then_some(call)
+    }
+
+    /// Charges one call of a turn against the budget that it draws from, or returns the fault if
+    /// the budget is used up. A turn that no open call handed over has no budget.
+    pub(crate) async fn charge_call(
+        &self,
+        turn: &Turn,
+    ) -> Result<Result<Option<CallCharge>, Fault>, Error> {
+        let id = turn.delegation.as_ref().map(|delegation| delegation.call_id.parse());
+        let Some(Ok(id)) = id else { return Ok(Ok(None)) };
+        let call = self.cards.find_call(&turn.project, &id).await?;
+        if call.is_none_or(|call| call.status.is_terminal()) {
+            return Ok(Ok(None));
+        }
+        Ok(self.trees.charge_call(turn).await?.map(Some))
     }
 
     /// Refuses a lease of a turn whose call has ended, and stops that turn: no result of it can

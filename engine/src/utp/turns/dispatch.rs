@@ -24,6 +24,7 @@ use crate::ports::core::from_store_error;
 use crate::ports::store::utp::TurnChange;
 use crate::utp::Utp;
 use crate::utp::inbox::derive_inbox_id;
+use crate::utp::trees::CallCharge;
 
 /// Maximum number of calls in one step.
 const MAX_CALLS: usize = 128;
@@ -58,6 +59,8 @@ pub struct DispatchRequest {
     pub calls: Vec<StepCallRequest>,
     /// True if the dispatch suspends the turn.
     pub suspends_turn: bool,
+    /// Tokens that the model of the worker has used for the turn up to now.
+    pub tokens: Option<u64>,
 }
 
 /// A turn and the calls of its dispatched step.
@@ -118,20 +121,27 @@ impl Utp {
         turn_id: &str,
         request: &DispatchRequest,
     ) -> Result<DispatchedStep, Error> {
-        let turn = self.require_running_turn(caller, agent_id, turn_id, request.epoch).await?;
+        let mut turn = self.require_running_turn(caller, agent_id, turn_id, request.epoch).await?;
+        if let Some(delegation) = &mut turn.delegation {
+            delegation.report_tokens(request.tokens);
+        }
         let now_ms = self.core.clock.wall_ms();
         let mint = || self.core.id_generator.next_id("step_", now_ms);
         let step_id = request.step_id.clone().unwrap_or_else(mint);
         self.check_ids_unused(&turn, &step_id, &request.calls).await?;
         let mut out = self.step_calls(&turn).await?;
-        out.retain(|call| call.epoch == turn.epoch && call.step_id != step_id);
+        out.retain(|call| call.epoch == turn.epoch);
+        let (stored, others) = out.into_iter().partition(|call| call.step_id == step_id);
+        let (stored, mut out): (Vec<StepCall>, Vec<StepCall>) = (stored, others);
         let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
         let inbox_open = self.has_unread_results(&turn, &out).await?;
         let sent = request.calls.iter().map(|call| {
             let route = build_route(&turn, &step_id, call);
-            self.send_step_call(&agent, &turn, route, call, inbox_open)
+            let is_charged = stored.iter().any(|stored| stored.tool_call_id == call.tool_call_id);
+            self.send_step_call(&agent, &turn, route, call, SendState { inbox_open, is_charged })
         });
-        let DispatchSummary { change, deadline_ms, error: refused } =
+        // Dropped after the turn is stored with the number of its calls.
+        let DispatchSummary { change, deadline_ms, error: refused, charges: _charges } =
             self.collect_sent_calls(&turn, join_all(sent).await);
         let calls = change.step_calls.clone();
         if let Some(error) = refused {
@@ -141,9 +151,18 @@ impl Utp {
         out.extend(calls.iter().cloned());
         let mut steps: Vec<String> = out.iter().map(|call| call.step_id.clone()).collect();
         steps.dedup();
+        let mut delegation = turn.delegation.clone();
+        if let Some(delegation) = &mut delegation {
+            let is_new = |call: &&StepCall| {
+                let id = &call.tool_call_id;
+                call.call_id.is_some() && !stored.iter().any(|stored| stored.tool_call_id == *id)
+            };
+            delegation.used_calls += calls.iter().filter(is_new).count() as u64;
+        }
         let step = Turn {
             step_id: Some(step_id),
             steps,
+            delegation,
             resume_deadline_ms: turn.resume_deadline_ms.max(Some(deadline_ms)),
             status: if request.suspends_turn { TurnStatus::Suspended } else { turn.status },
             ..turn.clone()
@@ -177,9 +196,9 @@ impl Utp {
         Ok(unread.iter().any(|item| received.contains(&&item.inbox_id)))
     }
 
-    /// Leaves the calls that started before one was refused: a repetition of the request finds
-    /// them, and `stop_turn` cancels them. If the turn has moved to another epoch, neither would
-    /// happen, so they are ended here.
+    /// Ends the calls that started before one was refused, if the turn has moved to another epoch.
+    /// In the same epoch they continue: a repetition of the request finds them, or `stop_turn`
+    /// cancels them.
     async fn abort_if_epoch_changed(&self, caller: &Caller, turn: &Turn, calls: &[StepCall]) {
         let now = self.turn(caller, &turn.agent_id, &turn.turn_id).await;
         if now.is_ok_and(|now| now.epoch != turn.epoch) {
@@ -314,16 +333,26 @@ impl Utp {
         turn: &Turn,
         route: Route,
         call: &StepCallRequest,
-        inbox_open: bool,
+        state: SendState,
     ) -> Result<SentCall, Error> {
         let (args, unreadable) = parse_arguments(&call.arguments);
         let refused = match unreadable {
             Some(fault) => Some(fault),
-            None => self.find_step_call_fault(agent, call, inbox_open),
+            None => self.find_step_call_fault(agent, call, state.inbox_open),
         };
         if let Some(fault) = refused {
             return self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await;
         }
+        let charge = match state.is_charged {
+            true => None,
+            false => match self.charge_call(turn).await? {
+                Ok(charge) => charge,
+                Err(fault) => {
+                    let args = args.to_value();
+                    return self.record_failed_call(turn, &route, call, &args, &fault).await;
+                }
+            },
+        };
         let mut invocation = CallRequest::new(call.tool_name.as_str(), "{}")
             .map_err(|error| Error::Internal(Box::new(error)))?;
         invocation.args = args.clone();
@@ -342,6 +371,7 @@ impl Utp {
                     step_call: waiting,
                     deadline_ms: ticket.call.deadline_ms,
                     inbox_item: None,
+                    charge,
                 })
             }
             Err(error) if error.code() == Code::IdempotencyMismatch => {
@@ -363,6 +393,17 @@ pub(super) struct SentCall {
     pub(super) step_call: StepCall,
     pub(super) deadline_ms: u64,
     pub(super) inbox_item: Option<InboxItem>,
+    /// The charge of a call that counts against a budget and is not stored with the turn yet.
+    charge: Option<CallCharge>,
+}
+
+/// The state in which a call is sent.
+#[derive(Debug, Clone, Copy)]
+struct SendState {
+    /// True if results of the turn wait in the inbox.
+    inbox_open: bool,
+    /// True if the turn was stored with the call before.
+    is_charged: bool,
 }
 
 /// Summary of the calls of a step.
@@ -372,6 +413,8 @@ struct DispatchSummary {
     deadline_ms: u64,
     /// The first error that prevented a call from being sent.
     error: Option<Error>,
+    /// Charges of the calls that count against a budget.
+    charges: Vec<CallCharge>,
 }
 
 impl Utp {
@@ -380,24 +423,25 @@ impl Utp {
         turn: &Turn,
         sent: Vec<Result<SentCall, Error>>,
     ) -> DispatchSummary {
-        let (mut change, mut refused) = (TurnChange::default(), None);
+        let (mut change, mut refused, mut charges) = (TurnChange::default(), None, Vec::new());
         let mut deadline_ms = self.core.clock.wall_ms();
         for sent in sent {
-            let SentCall { step_call: waiting, deadline_ms: due_ms, inbox_item: inbox } = match sent
-            {
-                Ok(sent) => sent,
-                Err(error) => {
-                    refused.get_or_insert(error);
-                    continue;
-                }
-            };
+            let SentCall { step_call: waiting, deadline_ms: due_ms, inbox_item: inbox, charge } =
+                match sent {
+                    Ok(sent) => sent,
+                    Err(error) => {
+                        refused.get_or_insert(error);
+                        continue;
+                    }
+                };
+            charges.extend(charge);
             deadline_ms = deadline_ms.max(due_ms);
             let messages = inbox.iter().filter_map(|item| self.build_wakeup(item, &turn.channel));
             change.outbox.extend(messages.collect::<Vec<_>>());
             change.inbox.extend(inbox);
             change.step_calls.push(waiting);
         }
-        DispatchSummary { change, deadline_ms, error: refused }
+        DispatchSummary { change, deadline_ms, error: refused, charges }
     }
 }
 
@@ -615,6 +659,7 @@ impl Utp {
             created_ms: now_ms,
             inbox_id,
         };
-        Ok(SentCall { step_call: waiting, deadline_ms: now_ms, inbox_item: Some(inbox) })
+        let inbox_item = Some(inbox);
+        Ok(SentCall { step_call: waiting, deadline_ms: now_ms, inbox_item, charge: None })
     }
 }

@@ -20,8 +20,9 @@ use crate::utp::inbox::derive_inbox_id;
 const CALLER_ENDED: &str = "the caller of this agent has ended";
 
 impl Utp {
-    /// Stops a turn in any state: its open calls are canceled, later results are refused, and the
-    /// agent receives a `stop` item in its inbox.
+    /// Stops a turn that has not ended: its open calls are canceled, later results are refused, and
+    /// the agent receives a `stop` item in its inbox. A turn that is stopped already stays so; one
+    /// that ended otherwise is a conflict.
     pub async fn stop_turn(
         &self,
         caller: &Caller,
@@ -162,7 +163,8 @@ impl Utp {
         }
     }
 
-    /// Expires a turn whose lease has expired. Its former holder can no longer change it.
+    /// Marks a turn whose lease has run out as expired: its former holder can no longer change it.
+    /// A delegated turn is handed to another worker, or stopped after several lost leases.
     pub(crate) async fn expire_turn(&self, turn: Turn) -> Result<(), Error> {
         let mut turn = bump_version(turn);
         turn.epoch += 1;

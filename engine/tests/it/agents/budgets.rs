@@ -32,7 +32,7 @@ async fn a_budget_is_reserved_at_the_start_and_refunded_at_the_end() {
         .node
         .children
         .iter()
-        .map(|child| child.run.lineage.as_ref().unwrap().budget.tokens)
+        .map(|child| child.run().unwrap().lineage.as_ref().unwrap().budget.tokens)
         .collect();
     // Without the refund of the first child, the second would get a part of the rest only.
     assert_eq!(granted, [Some(600), Some(600)]);
@@ -73,7 +73,7 @@ async fn agents_that_work_at_the_same_time_share_the_budget() {
         .node
         .children
         .iter()
-        .map(|child| child.run.lineage.as_ref().unwrap().budget.tokens.unwrap())
+        .map(|child| child.run().unwrap().lineage.as_ref().unwrap().budget.tokens.unwrap())
         .sum();
     assert_eq!(tree.node.reserved.tokens, Some(granted));
     assert!(granted + tree.node.usage.tokens <= 1_000, "{granted} of 1000");

@@ -41,8 +41,8 @@ async fn a_cancel_reaches_the_whole_tree() {
     .await;
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     for node in nodes(&tree.node) {
-        assert_eq!(node.run.status, RunStatus::Canceled, "{:?}", node.run);
-        let Some(lineage) = &node.run.lineage else { continue };
+        assert_eq!(node.run().unwrap().status, RunStatus::Canceled, "{:?}", node.run());
+        let Some(lineage) = &node.run().unwrap().lineage else { continue };
         let call = engine.calls().call(&caller(), &lineage.call_id).await.unwrap();
         assert_eq!(call.status, Status::Canceled, "{call:?}");
     }
@@ -88,7 +88,7 @@ async fn a_detached_agent_continues_after_its_callers_end() {
     let tree = wait_for_tree(&engine, &id, 3).await;
     let child = |name: &str| {
         let of_agent = |run: &Run| run.lineage.as_ref().unwrap().agent_id == name;
-        let runs = tree.node.children.iter().map(|node| node.run.clone());
+        let runs = tree.node.children.iter().map(|node| node.run().unwrap().clone());
         runs.into_iter().find(of_agent).unwrap()
     };
     let (c, d) = (child("c"), child("d"));
@@ -125,11 +125,11 @@ async fn a_delegation_survives_a_restart_with_one_outcome_per_child() {
     assert!(answer_of(&run).contains("b is done"), "{run:?}");
     let after = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
     let ids = |tree: &toolcrib::runs::RunTree| -> Vec<String> {
-        nodes(&tree.node).iter().map(|node| node.run.id.clone()).collect()
+        nodes(&tree.node).iter().map(|node| node.run().unwrap().id.clone()).collect()
     };
     assert_eq!(ids(&before), ids(&after), "no run is started twice");
     for node in nodes(&after.node) {
-        let Some(lineage) = &node.run.lineage else { continue };
+        let Some(lineage) = &node.run().unwrap().lineage else { continue };
         let call = engine.calls().call(&caller(), &lineage.call_id).await.unwrap();
         assert_eq!((call.status, call.attempt), (Status::Succeeded, 1), "{call:?}");
     }
@@ -151,7 +151,7 @@ async fn children_of_a_parent_that_ended_before_a_crash_are_canceled() {
     store.runs().save_run(ended, Vec::new()).await.unwrap();
     let engine = engine_with(&store, vec![], stuck_tree).await;
     for node in nodes(&tree.node).into_iter().skip(1) {
-        let run = wait_for_end(&engine, &node.run.id).await;
+        let run = wait_for_end(&engine, &node.run().unwrap().id).await;
         assert_eq!(run.status, RunStatus::Canceled);
     }
 }

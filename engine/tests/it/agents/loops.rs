@@ -2,6 +2,7 @@
 //! replays, and the tool that ends a run.
 
 use toolcrib::calls::batch::{Batch, BatchMode};
+use toolcrib::domain::directory::usage_limits::{LimitKind, LimitValues};
 use toolcrib::domain::utp::Route;
 use toolcrib::{Fault, FnTool};
 
@@ -17,8 +18,8 @@ fn call_with(name: &str, args: &Value) -> ModelReply {
 }
 
 fn tool_names(prompt: &ModelRequest) -> Vec<String> {
-    let names = prompt.tools.iter().filter_map(|tool| tool["function"]["name"].as_str());
-    names.map(str::to_owned).collect()
+    let tools = prompt.tools.iter().map(Json::to_value);
+    tools.filter_map(|tool| tool["function"]["name"].as_str().map(str::to_owned)).collect()
 }
 
 #[tokio::test]
@@ -225,4 +226,111 @@ async fn a_box_is_limited_together_with_those_that_it_inherits() {
     let made = engine.utp().boxes().create_box(&caller(), vec![], boxes).await.unwrap();
     let (_, cards) = engine.utp().boxes().card_box(&caller(), &made.box_id).await.unwrap();
     assert_eq!(cards.len(), 10_000);
+}
+
+#[tokio::test]
+async fn a_project_has_a_limited_number_of_boxes() {
+    let store: Arc<MemoryStore> = Arc::default();
+    let start = async || {
+        let limits = toolcrib::EngineLimits { max_boxes_per_project: 3, ..Default::default() };
+        Engine::builder().store(store.clone()).limits(limits).start().await.unwrap()
+    };
+    let engine = start().await;
+    let create = async |engine: &Engine, project: &str| {
+        let caller = Caller::local(project);
+        engine.utp().boxes().create_box(&caller, vec![], vec![]).await
+    };
+    let made = futures::future::join_all((0..5).map(|_| create(&engine, "default"))).await;
+    assert_eq!(made.iter().filter(|made| made.is_ok()).count(), 3, "{made:?}");
+    let refused = made.into_iter().find_map(Result::err).unwrap();
+    assert_eq!(refused.code(), Code::PayloadTooLarge);
+    let message = refused.to_string();
+    assert!(message.contains("has 3 boxes, the maximum (limits.max_boxes_per_project)"));
+    create(&engine, "elsewhere").await.unwrap();
+    engine.shut_down(Duration::from_secs(5)).await;
+
+    let engine = start().await;
+    assert!(create(&engine, "default").await.is_err(), "the stored boxes count after a restart");
+    toolcrib::ports::store::Store::purge(&*store, u64::MAX, 10).await.unwrap();
+    create(&engine, "default").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_join_takes_no_slot_also_after_a_change_of_limits() {
+    let model = SingleModel(Arc::new(AgentModel(Box::new(|_| Box::pin(std::future::pending())))));
+    let quick = FnTool::new("t.quick", "Ends at once", |_: Nothing| async { Ok::<_, Fault>(1) });
+    let engine = Engine::builder().models(Arc::new(model)).tool(quick).start().await.unwrap();
+    engine.roster().define_agent(&caller(), agent("d"), None).await.unwrap();
+    let task = json!({ "target_strategy": "new", "target_ref": "d", "instruction": "x" });
+    let args = Json::from_value(&json!({ "tasks": [task] }));
+    let request = CallRequest::of("fork_join", args);
+    let join = engine.calls().invoke(&caller(), request).await.unwrap().call.id.clone();
+    let running = until("the join runs", async || {
+        let call = engine.calls().call(&caller(), &join).await.unwrap();
+        (call.status == Status::Running).then_some(call)
+    })
+    .await;
+    let limit = LimitValues { max_parallel: Some(1), ..LimitValues::default() };
+    let agent = caller().agent;
+    engine.admin().set_limit(&caller(), LimitKind::Agent, &agent, limit).await.unwrap();
+    let request = CallRequest::of("t.quick", Json::empty_object());
+    let ticket = engine.calls().invoke(&caller(), request).await.unwrap();
+    let quick = engine.calls().wait(&caller(), &ticket, Until::EndedWithin(10_000)).await.unwrap();
+    assert_eq!(quick.status, Status::Succeeded, "it has the only slot: {running:?}");
+}
+
+#[tokio::test]
+async fn a_refused_retry_of_an_agent_says_why() {
+    let engine = engine_with(&Arc::default(), vec![agent("a")], |_| ready(says("x"))).await;
+    let args = Json::from_value(&json!({ "instruction": "x" }));
+    let request = CallRequest { retry: Some(1), ..CallRequest::of("agent.a", args) };
+    let refused = engine.calls().invoke(&caller(), request).await.err().unwrap().to_string();
+    assert!(refused.contains("retry must be 0 for agent.a: an agent may have done"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_derived_agent_inherits_the_limits_one_level_below() {
+    let limits = AgentLimits { tokens: Some(800), depth: Some(2), ..AgentLimits::default() };
+    let engine = engine_with(&Arc::default(), vec![with_limits("par", limits)], |prompt| {
+        let args = json!({ "action": "derive", "agent_id": "kid", "derived_from": "par" });
+        ready(match tool_results(prompt).is_empty() {
+            true => call_with("provision_agent", &args),
+            false => says(tool_results(prompt).join(" ")),
+        })
+    })
+    .await;
+    let id = start_run(&engine, RunRequest::default()).await;
+    let run = wait_for_end(&engine, &id).await;
+    assert!(answer_of(&run).contains("accepted"), "{run:?}");
+    let kid = engine.roster().agent_entry(&caller(), "kid").unwrap().definition.unwrap();
+    let limits = kid.profile.limits;
+    assert_eq!((limits.tokens, limits.depth), (Some(800), Some(1)));
+}
+
+#[tokio::test]
+async fn a_refusal_that_started_nothing_does_not_warn_of_an_effect() {
+    let engine = engine_with(&Arc::default(), vec![agent("a"), agent("b")], |prompt| {
+        ready(match (role(prompt).as_str(), tool_results(prompt).is_empty()) {
+            ("a", true) => calls(&["agent__b"]),
+            ("b", true) => calls(&["agent__a"]),
+            _ => says("I could not."),
+        })
+    })
+    .await;
+    let fork = json!({ "tasks": [
+        { "target_strategy": "new", "target_ref": "a", "instruction": "x" },
+    ] });
+    for (tool, args, reason) in [
+        ("agent.a", json!({ "instruction": "x", "context_box_id": "none" }), "there is no box"),
+        ("agent.a", json!({ "instruction": "x" }), "would wait for itself"),
+        ("fork_join", fork, "would wait for itself"),
+    ] {
+        let request = CallRequest::of(tool.to_owned(), Json::from_value(&args));
+        let ticket = engine.calls().invoke(&caller(), request).await.unwrap();
+        let until = Until::EndedWithin(20_000);
+        let call = engine.calls().wait(&caller(), &ticket.call.id, until).await.unwrap();
+        let fault = call.outcome.as_ref().unwrap().error.clone().unwrap();
+        assert!(fault.message.contains(reason), "{fault}");
+        assert!(!fault.message.contains("may have taken effect"), "{fault}");
+    }
 }

@@ -56,6 +56,7 @@ async fn dispatch(engine: &Engine, turn: &Turn, id: &str, tool: &str, args: Valu
         step_id: Some(format!("step_{id}")),
         calls: vec![call],
         suspends_turn: suspend,
+        tokens: None,
     };
     engine.utp().dispatch_step(&caller(), &turn.agent_id, &turn.turn_id, request).await.unwrap();
 }
@@ -145,6 +146,153 @@ async fn budgets_pass_through_workers() {
     );
     let tree = engine.runs().trees().find_tree(&caller(), &id).await.unwrap();
     assert_eq!(tree.run_count, 3, "the run below the worker belongs to the tree");
+    assert_eq!((tree.turn_count, tree.open_count), (1, 4));
+    let a = &tree.node.children[0];
+    assert_eq!(a.reserved.tokens, Some(400), "the turn reserves its part");
+    let shown = a.children[0].turn().unwrap();
+    assert_eq!((shown.agent_id.as_str(), &shown.turn_id), ("w", &turn.turn_id));
+    let below_turn = a.children[0].children[0].run().unwrap();
+    assert_eq!(below_turn.id, c.id, "a run is below the turn that called it");
+    assert_eq!(a.children[0].usage.calls, 1);
+}
+
+fn step_call(id: &str, tool: &str) -> StepCallRequest {
+    StepCallRequest {
+        tool_call_id: id.to_owned(),
+        tool_name: tool.to_owned(),
+        arguments: Json::from_value(&instruction()),
+        timeout_ms: None,
+        attempt_timeout_ms: None,
+        input_timeout_ms: None,
+    }
+}
+
+/// Dispatches calls of `agent.d` in one step, and returns the resumed turn with the error of each
+/// call; empty for one that succeeded.
+async fn call_d(
+    engine: &Engine,
+    turn: &Turn,
+    ids: &[&str],
+    tokens: Option<u64>,
+) -> (Turn, Vec<String>) {
+    let request = || DispatchRequest {
+        epoch: turn.epoch,
+        step_id: Some(format!("s_{}", ids[0])),
+        calls: ids.iter().map(|id| step_call(id, "agent.d")).collect(),
+        suspends_turn: true,
+        tokens,
+    };
+    let (utp, id) = (engine.utp(), turn.turn_id.as_str());
+    for _ in 0..2 {
+        // The repetition finds the same calls and charges nothing.
+        utp.dispatch_step(&caller(), "w", id, request()).await.unwrap();
+    }
+    let resume = TurnResume { epoch: turn.epoch, wait_ms: 20_000, request_id: None };
+    let resumed = utp.resume_turn(&caller(), "w", id, resume).await.unwrap();
+    let message = |result: &StepResult| match &result.error["message"] {
+        Value::String(message) => message.clone(),
+        _ => String::new(),
+    };
+    (resumed.turn, resumed.results.iter().map(message).collect())
+}
+
+/// A tree whose agent `d` answers at once.
+async fn start_tree_with_quick_agent(
+    store: &Arc<MemoryStore>,
+    w: AgentLimits,
+) -> (Engine, String, Turn) {
+    let w = AgentDefinition { profile: with_limits("w", w).profile, ..worker("w") };
+    let agents = vec![agent("a"), w, agent("d")];
+    let engine = engine_with(store, agents, |prompt| match role(prompt).as_str() {
+        "d" => ready(says("done")),
+        _ => tree_with_worker(prompt),
+    })
+    .await;
+    let id = start_run(&engine, RunRequest::default()).await;
+    let turn = take_turn(&engine, "w").await;
+    (engine, id, turn)
+}
+
+const CALLS_USED_UP: &str = "not done: the limit of 3 tool calls is reached";
+
+#[tokio::test]
+async fn the_calls_of_a_worker_count_in_its_budget_also_after_a_restart() {
+    let store = Arc::default();
+    let limits = AgentLimits { calls: Some(3), ..AgentLimits::default() };
+    let (engine, id, turn) = start_tree_with_quick_agent(&store, limits).await;
+    let (turn, errors) = call_d(&engine, &turn, &["c1", "c2"], None).await;
+    assert_eq!(errors, ["", ""]);
+    let usage = |turn: &Turn| turn.delegation.as_ref().map(|turn| turn.used_calls);
+    assert_eq!(usage(&turn), Some(2));
+    engine.shut_down(Duration::from_secs(5)).await;
+
+    let engine = engine_with(&store, vec![], |prompt| match role(prompt).as_str() {
+        "d" => ready(says("done")),
+        _ => tree_with_worker(prompt),
+    })
+    .await;
+    let (turn, errors) = call_d(&engine, &turn, &["c3", "c4"], None).await;
+    let mut errors = errors;
+    errors.sort_unstable();
+    assert_eq!(errors, ["", CALLS_USED_UP]);
+    assert_eq!(usage(&turn), Some(3));
+    finish(&engine, &turn).await;
+    assert_eq!(wait_for_end(&engine, &id).await.status, RunStatus::Succeeded);
+}
+
+#[tokio::test]
+async fn a_worker_without_a_limit_draws_its_calls_from_the_budget_above() {
+    let store = Arc::default();
+    let limits = AgentLimits { calls: Some(5), ..AgentLimits::default() };
+    let agents = vec![with_limits("a", limits), worker("w"), agent("d")];
+    let engine = engine_with(&store, agents, |prompt| match role(prompt).as_str() {
+        "d" => ready(says("done")),
+        _ => tree_with_worker(prompt),
+    })
+    .await;
+    let id = start_run(&engine, RunRequest::default()).await;
+    let turn = take_turn(&engine, "w").await;
+    let ids = ["c1", "c2", "c3", "c4", "c5", "c6"];
+    let (turn, mut errors) = call_d(&engine, &turn, &ids, None).await;
+    errors.sort_unstable();
+    let refused = "not done: the limit of 5 tool calls is reached";
+    assert_eq!(errors, ["", "", "", "", "", refused]);
+    finish(&engine, &turn).await;
+    let run = wait_for_end(&engine, &id).await;
+    let a = run_of(&engine, "a").await;
+    let reason = a.answer.as_ref().unwrap().stop_reason.unwrap();
+    assert_eq!(reason.as_str(), "calls", "the calls of the worker count for its caller: {run:?}");
+}
+
+#[tokio::test]
+async fn the_tokens_that_a_worker_reports_count_in_its_budget() {
+    let store = Arc::default();
+    let limits = AgentLimits { tokens: Some(900), ..AgentLimits::default() };
+    let (engine, id, turn) = start_tree_with_quick_agent(&store, limits).await;
+    let (turn, errors) = call_d(&engine, &turn, &["c1"], Some(500)).await;
+    assert_eq!(errors, [""], "500 of 900 tokens are used");
+    let (turn, errors) = call_d(&engine, &turn, &["c2"], Some(900)).await;
+    assert_eq!(errors, ["not done: the limit of 900 tokens is reached"]);
+    let request = TurnFinish { epoch: turn.epoch, tokens: Some(950), ..TurnFinish::default() };
+    let ended = engine.utp().finish_turn(&caller(), "w", &turn.turn_id, request).await.unwrap();
+    assert_eq!(ended.delegation.unwrap().used_tokens, 950);
+    assert_eq!(wait_for_end(&engine, &id).await.status, RunStatus::Succeeded);
+}
+
+#[tokio::test]
+async fn the_tokens_of_an_ended_worker_count_above_it() {
+    let store = Arc::default();
+    let limits = AgentLimits { tokens: Some(2_000), ..AgentLimits::default() };
+    let agents = vec![with_limits("a", limits), worker("w")];
+    let engine = engine_with(&store, agents, tree_with_worker).await;
+    let id = start_run(&engine, RunRequest::default()).await;
+    let turn = take_turn(&engine, "w").await;
+    let request = TurnFinish { epoch: turn.epoch, tokens: Some(5_000), ..TurnFinish::default() };
+    engine.utp().finish_turn(&caller(), "w", &turn.turn_id, request).await.unwrap();
+    wait_for_end(&engine, &id).await;
+    let a = run_of(&engine, "a").await;
+    let reason = a.answer.as_ref().unwrap().stop_reason.map(|reason| reason.as_str());
+    assert_eq!(reason, Some("tokens"), "{a:?}");
 }
 
 #[tokio::test]
@@ -292,6 +440,7 @@ async fn the_fan_out_of_a_turn_is_capped_with_a_message_for_the_model() {
         step_id: Some("s1".to_owned()),
         calls: (0..65).map(call).collect(),
         suspends_turn: true,
+        tokens: None,
     };
     let utp = engine.utp();
     utp.dispatch_step(&caller(), "p", &turn.turn_id, request).await.unwrap();

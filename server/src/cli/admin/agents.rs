@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 use reqwest::Method;
 use serde_json::{Value, json};
-use toolcrib::registry::parse_agent_definition;
 use toolcrib_transport::http::AgentBody;
 
 use super::target::AdminTarget;
@@ -92,9 +91,13 @@ pub async fn agents(context: &CommandContext, args: AgentsArgs) -> Result<(), Co
             let target = AdminTarget::open_or_create(context, &args.storage).await?;
             for document in documents {
                 let agent = target.put_agent(&document).await?;
-                let version = u64_member(&agent, "version").unwrap_or_default();
                 let id = sanitize_line(str_member(&agent, "agent_id"));
-                let text = format!("agent {id} is at version {version}: toolcrib call agent.{id}");
+                let text = match u64_member(&agent, "version") {
+                    Some(version) => {
+                        format!("agent {id} is at version {version}: toolcrib call agent.{id}")
+                    }
+                    None => format!("agent {id} is on the roster: it can be woken, not called"),
+                };
                 print_change(context, &agent, &text)?;
             }
             Ok(())
@@ -234,9 +237,7 @@ impl AdminTarget {
                 client.request_json(request.body(document.clone())).await
             }
             Self::Local { engine, caller, .. } => {
-                let definition = parse_agent_definition(None, document)?;
-                let defined = engine.roster().define_agent(caller, definition, None).await?;
-                agent_json(defined.into())
+                agent_json(engine.roster().put_agent(caller, None, document).await?.into())
             }
         }
     }

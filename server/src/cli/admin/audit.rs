@@ -103,10 +103,10 @@ async fn print_log(context: &CommandContext, args: AuditListArgs) -> Result<(), 
     let rows = array_member(&log, "audit").iter().map(row).collect();
     let columns = [
         Column::detail("TIME", 1),
-        Column::text("AGENT"),
+        Column::detail("AGENT", 2),
         Column::id("ACTION"),
-        Column::text("SUBJECT"),
-        Column::text("REASON"),
+        Column::id("SUBJECT"),
+        Column::optional_text("REASON", 3),
     ];
     context.output.print_table(&columns, rows, "nothing was denied and nothing was changed")
 }

@@ -217,7 +217,7 @@ fn print_keys(context: &CommandContext, keys: &Value) -> Result<(), CommandFailu
         Column::id("ID"),
         Column::detail("PROJECT", 2),
         Column::text("AGENT"),
-        Column::id("ROLE"),
+        Column::detail("ROLE", 4),
         Column::id("STATUS"),
         Column::detail("CREATED", 1),
         Column::detail("EXPIRES", 3),

@@ -41,9 +41,7 @@ impl AdminTarget {
         make: bool,
     ) -> Result<Self, CommandFailure> {
         let has_server = context.global.server.is_some();
-        if context.server_from_flag && storage.is_set() {
-            return Err(CommandFailure::usage("--server and --data-dir exclude each other"));
-        }
+        context.check_one_target(storage)?;
         if has_server && !storage.is_set() {
             return Ok(Self::Remote { client: context.client()? });
         }

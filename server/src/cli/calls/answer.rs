@@ -12,7 +12,7 @@ use crate::cli::{CommandContext, input, outcome};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  toolcrib calls get tc_01K…                       hold.questions lists the requested input
+  toolcrib calls get tc_01K…               hold_details.questions lists the requested input
   toolcrib calls answer tc_01K… name=Ada
   toolcrib calls answer tc_01K… --question who --args '{\"name\": \"Ada\"}'
   toolcrib calls answer tc_01K… --decline")]
@@ -63,7 +63,7 @@ pub async fn run(context: &CommandContext, args: AnswerArgs) -> Result<(), Comma
 /// Returns the key of the open question. Fails unless there is exactly one.
 async fn find_only_question(client: &ApiClient, id: &str) -> Result<String, CommandFailure> {
     let call = client.request_json(ApiRequest::get(&["v1", "tool_calls", id])).await?;
-    let open = match &call["hold"]["questions"] {
+    let open = match &call["hold_details"]["questions"] {
         Value::Object(open) => open.keys().cloned().collect(),
         _ => Vec::new(),
     };

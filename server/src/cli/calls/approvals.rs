@@ -156,6 +156,15 @@ async fn list(context: &CommandContext, filters: ApprovalFilters) -> Result<(), 
         true => None,
         false => Some(filters.status.unwrap_or_else(|| "pending".to_owned())),
     };
+    let none = match status.as_deref() {
+        Some("pending") => "no call waits for an approval".to_owned(),
+        Some(status) => format!("no approval is {}", sanitize_line(&status.to_lowercase())),
+        None => "no approvals".to_owned(),
+    };
+    let none = match &filters.tool {
+        Some(tool) => format!("{none} (of {})", sanitize_line(tool)),
+        None => none,
+    };
     let request = ApiRequest::get(&["v1", "approvals"])
         .query("status", status)
         .query("tool_name", filters.tool)
@@ -183,17 +192,17 @@ async fn list(context: &CommandContext, filters: ApprovalFilters) -> Result<(), 
         ]
     };
     let columns = [
-        Column::id("STATUS"),
-        Column::id("TOOL"),
-        Column::id("BY"),
-        Column::text("ARGS"),
-        Column::text("REASON"),
+        Column::detail("STATUS", 3),
+        Column::text("TOOL"),
+        Column::detail("BY", 4),
+        Column::optional_text("ARGS", 6),
+        Column::optional_text("REASON", 5),
         Column::detail("AGE", 1),
         Column::detail("LEFT", 2),
         Column::id("ID"),
     ];
     let rows = members(&answer, "approvals").iter().map(row).collect();
-    output.print_table(&columns, rows, "no call waits for an approval")?;
+    output.print_table(&columns, rows, &none)?;
     output.print_next_page(&answer);
     Ok(())
 }

@@ -40,7 +40,7 @@ fn parse_mountinfo(mounts: &str, dir: &Path) -> Option<String> {
     best.map(|(_, kind)| kind.to_owned())
 }
 
-/// The kernel escapes a space in a path as `\040`.
+/// Unescapes a path of mountinfo, in which the kernel writes a space as `\040`.
 fn unescape_mount_path(point: &str) -> String {
     point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 }

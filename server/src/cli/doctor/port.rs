@@ -85,7 +85,7 @@ async fn is_toolcrib(context: &CommandContext, address: SocketAddr) -> bool {
         client.is_toolcrib_alive().await
             && match client.request_json(ApiRequest::get(&["v1", "tools"])).await {
                 Ok(answer) => answer["tools"].is_array(),
-                // It requires a key, with an error code from Toolcrib's table.
+                // A server that requires a key answers with an error code of Toolcrib's table.
                 Err(failure) => toolcrib::Code::parse(&failure.code).is_some(),
             }
     };

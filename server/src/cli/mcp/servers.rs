@@ -134,6 +134,7 @@ impl McpServersTarget {
         storage: &StorageArgs,
         command: &McpServersCommand,
     ) -> Result<Self, CommandFailure> {
+        context.check_one_target(storage)?;
         let has_server = context.global.server.is_some();
         if has_server && !storage.is_set() {
             return Ok(Self::Server(context.client()?));
@@ -142,12 +143,11 @@ impl McpServersTarget {
             let client = context.client()?;
             match probe_server(&client).await {
                 Some(Ok(())) => return Ok(Self::Server(client)),
-                Some(Err(failure))
-                    if failure.exit == exit::AUTH && !command.works_without_key() =>
-                {
-                    return Err(failure);
+                Some(Err(failure)) if failure.exit == exit::AUTH && command.works_without_key() => {
                 }
-                _ => {}
+                // The server is there and refuses: its data directory has no other answer.
+                Some(Err(failure)) => return Err(failure),
+                None => {}
             }
         }
         let config = context.config(None, storage)?;
@@ -161,7 +161,11 @@ async fn probe_server(client: &ApiClient) -> Option<Result<(), CommandFailure>> 
     if !client.is_toolcrib_alive().await {
         return None;
     }
-    Some(client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await.map(drop))
+    let listed = client.request_json(ApiRequest::get(&["v1", "sources", "mcp"])).await;
+    match listed {
+        Err(failure) if failure.exit == exit::UNREACHABLE => None,
+        listed => Some(listed.map(drop)),
+    }
 }
 
 impl McpServersCommand {
@@ -341,7 +345,7 @@ async fn list(context: &CommandContext, target: &McpServersTarget) -> Result<(),
                 })
                 .collect();
             output.print_note(
-                "no server is running: showing the stored configuration without live state",
+                "this is the stored configuration; only a running server knows the present states",
             );
             json!({ "sources": sources })
         }
@@ -393,8 +397,7 @@ fn require_server(target: &McpServersTarget) -> Result<&ApiClient, CommandFailur
     match target {
         McpServersTarget::Server(client) => Ok(client),
         McpServersTarget::Directory { .. } => {
-            let message =
-                "no server is running, and only a running server has the state of its sources";
+            let message = "this needs a running server, which has the state of its MCP servers";
             Err(CommandFailure::new(exit::UNREACHABLE, "UNREACHABLE", message)
                 .hint("start it, or name it with --server URL --key KEY"))
         }

@@ -30,6 +30,8 @@ enum ColumnFit {
     Wrapped,
     /// Is hidden. The column with the lowest rank is hidden first.
     Hidden { rank: u8 },
+    /// Wraps, and is hidden if that is not enough.
+    WrappedOrHidden { rank: u8 },
 }
 
 impl Column {
@@ -49,12 +51,22 @@ impl Column {
         Self { header, fit: ColumnFit::Hidden { rank } }
     }
 
+    /// Creates a column of text that wraps, and that is hidden in a terminal that is too narrow for
+    /// that. The column with the lowest rank is hidden first.
+    pub const fn optional_text(header: &'static str, rank: u8) -> Self {
+        Self { header, fit: ColumnFit::WrappedOrHidden { rank } }
+    }
+
+    fn wraps(self) -> bool {
+        matches!(self.fit, ColumnFit::Wrapped | ColumnFit::WrappedOrHidden { .. })
+    }
+
     /// Returns the smallest width at which the column is readable.
     fn min_width(self, content_width: u16) -> u16 {
         let header_width = u16::try_from(self.header.len()).unwrap_or(u16::MAX);
-        match self.fit {
-            ColumnFit::Wrapped => content_width.min(header_width.max(MIN_TEXT_WIDTH)),
-            ColumnFit::Whole | ColumnFit::Hidden { .. } => content_width,
+        match self.wraps() {
+            true => content_width.min(header_width.max(MIN_TEXT_WIDTH)),
+            false => content_width,
         }
     }
 }
@@ -105,7 +117,7 @@ pub(super) fn render_table(
                 let constraint = if is_hidden[index] {
                     hidden.push(column.header);
                     ColumnConstraint::Hidden
-                } else if column.fit == ColumnFit::Wrapped {
+                } else if column.wraps() {
                     ColumnConstraint::LowerBoundary(Width::Fixed(min.saturating_add(GAP)))
                 } else {
                     ColumnConstraint::ContentWidth
@@ -132,8 +144,8 @@ fn hidden_columns(columns: &[Column], content_widths: &[u16], width: u16) -> Vec
         .iter()
         .enumerate()
         .filter_map(|(index, column)| match column.fit {
-            ColumnFit::Hidden { rank } => Some((rank, index)),
-            _ => None,
+            ColumnFit::Hidden { rank } | ColumnFit::WrappedOrHidden { rank } => Some((rank, index)),
+            ColumnFit::Whole | ColumnFit::Wrapped => None,
         })
         .collect();
     details.sort_unstable();
@@ -184,6 +196,16 @@ mod tests {
             let shown: String = table.text.split_whitespace().collect();
             assert!(shown.contains("demo.greet"), "{width}:\n{}", table.text);
         }
+    }
+
+    #[test]
+    fn an_optional_text_wraps_before_it_is_hidden() {
+        let columns = [Column::optional_text("REASON", 1), Column::id("ID")];
+        let row = ["a person checks every payment", "tc_01M7P1V4D34HE398TZXP761C7H"];
+        let rows = [row.map(str::to_owned).to_vec()];
+        let wrapped = render_table(&columns, &rows, false, Some(45));
+        assert_eq!((wrapped.hidden.len(), wrapped.text.lines().count() > 2), (0, true));
+        assert_eq!(render_table(&columns, &rows, false, Some(40)).hidden, ["REASON"]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `toolcrib runs tree`: a run with the runs of the agents that it called, and theirs.
+//! `toolcrib runs tree`: a run with the runs and turns of the agents that it called, and theirs.
 
 use serde_json::Value;
 
@@ -22,14 +22,23 @@ pub(super) async fn show_tree(context: &CommandContext, id: &str) -> Result<(), 
         context.output.print_line(&line)?;
     }
     let number = |member| u64_member(&tree, member).unwrap_or_default();
-    let note = format!("{} runs, {} open", number("run_count"), number("open_count"));
+    let turns = match number("turn_count") {
+        0 => String::new(),
+        1 => ", 1 turn of a worker".to_owned(),
+        turns => format!(", {turns} turns of workers"),
+    };
+    let note = format!("{} runs{turns}, {} open", number("run_count"), number("open_count"));
     context.output.print_note(&note);
     Ok(())
 }
 
-/// Collects one line per run: `head` precedes the run itself, `indent` the runs below it.
+/// Collects one line per run or turn: `head` precedes it, `indent` those below it.
 fn collect_lines(node: &Value, head: &str, indent: &str, lines: &mut Vec<String>) {
-    lines.push(format!("{head}{}", describe_run(node)));
+    let described = match str_member(node, "agent_turn_id") {
+        "" => describe_run(node),
+        _ => describe_turn(node),
+    };
+    lines.push(format!("{head}{described}"));
     let children = node["children"].as_array().map(Vec::as_slice).unwrap_or_default();
     for (n, child) in children.iter().enumerate() {
         let (branch, below) =
@@ -38,24 +47,45 @@ fn collect_lines(node: &Value, head: &str, indent: &str, lines: &mut Vec<String>
     }
 }
 
+/// Returns the duration and the tokens of a run or turn and everything below it.
+fn describe_usage(node: &Value) -> String {
+    let started = u64_member(node, "created_at_ms").unwrap_or_default();
+    let ended = u64_member(node, "completed_at_ms").unwrap_or_else(now_ms);
+    let tokens = u64_member(&node["total"], "tokens").unwrap_or_default();
+    format!("{} {tokens} tokens", format_duration(ended.saturating_sub(started)))
+}
+
 fn describe_run(node: &Value) -> String {
     let name = match str_member(node, "agent_id") {
         "" => str_member(node, "model").to_owned(),
         agent => format!("{agent} v{}", u64_member(node, "agent_version").unwrap_or_default()),
     };
-    let started = u64_member(node, "created_at_ms").unwrap_or_default();
-    let ended = u64_member(node, "completed_at_ms").unwrap_or_else(now_ms);
-    let tokens = u64_member(&node["total"], "tokens").unwrap_or_default();
     let text = match str_member(&node["error"], "message") {
         "" => str_member(node, "answer"),
         message => message,
     };
     let text: String = sanitize_line(text).chars().take(MAX_TEXT_CHARS).collect();
     format!(
-        "{} {} {} {} {tokens} tokens  {text}",
+        "{} {} {} {}  {text}",
         str_member(node, "run_id"),
         sanitize_line(&name),
         str_member(node, "status"),
-        format_duration(ended.saturating_sub(started)),
+        describe_usage(node),
+    )
+}
+
+fn describe_turn(node: &Value) -> String {
+    let deliverable = match str_member(node, "deliverable_card_id") {
+        "" => String::new(),
+        card_id => format!("card {card_id} "),
+    };
+    let text = format!("{deliverable}{}", str_member(node, "reason"));
+    let text: String = sanitize_line(text.trim_end()).chars().take(MAX_TEXT_CHARS).collect();
+    format!(
+        "{} {} (worker) {} {}  {text}",
+        str_member(node, "agent_turn_id"),
+        sanitize_line(str_member(node, "agent_id")),
+        str_member(node, "status"),
+        describe_usage(node),
     )
 }

@@ -22,15 +22,16 @@ pub(super) struct RunView {
     call_details: HashMap<String, String>,
     /// Start times of calls, by call id.
     call_start_ms: HashMap<String, u64>,
-    /// Text printed so far of the current answer.
-    printed_text: String,
+    /// Text printed so far, by step, until the complete answer of the step arrives. A conversation
+    /// in progress has its complete answers only at its end.
+    printed_texts: HashMap<u64, String>,
     /// True if the start of the answer or some of its deltas were missed: deltas are then skipped
     /// until the complete answer arrives. The server does not report that a subscriber joined in
     /// the middle of an answer.
     skips_deltas: bool,
     /// The last step whose complete answer was shown.
     step: Option<u64>,
-    /// True if the cursor is behind printed text.
+    /// True if the cursor is at the end of an unfinished line.
     is_mid_line: bool,
     final_event: Option<Value>,
     /// Number of calls whose start was shown.
@@ -45,7 +46,7 @@ impl RunView {
             start_ms: None,
             call_details: HashMap::new(),
             call_start_ms: HashMap::new(),
-            printed_text: String::new(),
+            printed_texts: HashMap::new(),
             skips_deltas: true,
             step: None,
             is_mid_line: false,
@@ -73,18 +74,23 @@ impl RunView {
         }
         match kind {
             "run.asking" => {
-                self.reset_answer();
+                self.end_line()?;
+                self.reset_answer(event_step(event));
                 Ok(())
             }
             "run.text" if self.skips_deltas => Ok(()),
-            "run.text" => self.print_delta(str_member(event, "text")),
+            "run.text" => {
+                let text = str_member(event, "text");
+                self.printed_texts.entry(event_step(event)).or_default().push_str(text);
+                self.print_text(text)
+            }
             "run.missed" => {
                 self.skips_deltas = true;
                 Ok(())
             }
             "run.asking_again" => {
                 self.end_line()?;
-                self.reset_answer();
+                self.reset_answer(event_step(event));
                 let wait = format_duration(u64_member(event, "wait_ms").unwrap_or_default());
                 let reason = sanitize_line(str_member(&event["error"], "message"));
                 self.note(&format!("{reason}; retrying in {wait}"), TextStyle::Warning);
@@ -152,22 +158,21 @@ impl RunView {
         if self.is_mid_line {
             let _ = self.end_line();
         }
-        self.reset_answer();
+        self.printed_texts.clear();
         self.skips_deltas = true;
         self.note("stream lost; reconnecting", TextStyle::Warning);
     }
 
-    /// Starts a new answer, of which nothing has been printed.
-    fn reset_answer(&mut self) {
-        self.printed_text.clear();
+    /// Starts a new answer of this step, of which nothing has been printed.
+    fn reset_answer(&mut self, step: u64) {
+        self.printed_texts.remove(&step);
         self.skips_deltas = false;
     }
 
-    fn print_delta(&mut self, delta: &str) -> Result<(), CommandFailure> {
-        self.printed_text.push_str(delta);
-        self.is_mid_line = !delta.ends_with('\n');
+    fn print_text(&mut self, text: &str) -> Result<(), CommandFailure> {
+        self.is_mid_line = !text.ends_with('\n');
         let mut out = std::io::stdout().lock();
-        write!(out, "{}", sanitize_text(delta))?;
+        write!(out, "{}", sanitize_text(text))?;
         out.flush()?;
         Ok(())
     }
@@ -186,18 +191,18 @@ impl RunView {
             return Ok(());
         }
         let whole = str_member(event, "text");
-        match whole.strip_prefix(self.printed_text.as_str()) {
+        let printed = self.printed_texts.remove(&event_step(event)).unwrap_or_default();
+        match whole.strip_prefix(printed.as_str()) {
             Some("") => {}
-            Some(rest) => self.print_delta(rest)?,
+            Some(rest) => self.print_text(rest)?,
             None if whole.is_empty() => {}
             // The printed text is not the start of the answer: this subscriber missed deltas.
             None => {
                 self.end_line()?;
                 self.note("text is missing above; the complete answer:", TextStyle::Dim);
-                self.print_delta(whole)?;
+                self.print_text(whole)?;
             }
         }
-        self.reset_answer();
         self.skips_deltas = true;
         self.end_line()?;
         for call in event["calls"].as_array().into_iter().flatten() {
@@ -276,6 +281,11 @@ impl RunView {
     fn note(&self, line: &str, style: TextStyle) {
         self.output.print_note(&self.output.paint_message(line, style));
     }
+}
+
+/// Returns the step that an event belongs to; 0 if it names none.
+fn event_step(event: &Value) -> u64 {
+    u64_member(event, "step").unwrap_or_default()
 }
 
 /// Returns true for events that are streamed while the model answers and are not in the journal.

@@ -13,6 +13,7 @@ use crate::support::process::{PATIENCE, Server, eventually, text};
 
 const TREES: usize = 100;
 const KILLS: usize = 6;
+const WORKER_TOKENS: u64 = 60;
 
 /// The root calls a, b, c and w; a and b call leaf; c fails; a worker drives w. Each leaf
 /// calculates once. The root answers with the number of notices that it has.
@@ -57,7 +58,7 @@ async fn drive_worker(http: reqwest::Client, url: String) {
     }
 }
 
-/// Leases and finishes a turn. A request whose response is lost is repeated.
+/// Leases a turn, calls a tool in it and finishes it. A request whose response is lost is repeated.
 async fn finish_turn(http: &reqwest::Client, url: &str, turn_id: &str, request_id: &str) {
     let post = async |path: String, body: Value| loop {
         match http.post(format!("{url}{path}")).json(&body).send().await {
@@ -78,6 +79,23 @@ async fn finish_turn(http: &reqwest::Client, url: &str, turn_id: &str, request_i
     else {
         return;
     };
+    let turn = format!("/turns/{turn_id}");
+    let call = json!({ "tool_call_id": "c1", "tool_name": "calculation.eval",
+        "arguments": { "expression": "6*7" } });
+    let step = json!({ "turn_epoch": epoch, "step_id": "s1", "calls": [call], "tokens": 20 });
+    let sent = post(format!("{turn}/dispatch"), step).await;
+    if sent["status"] != "suspended" {
+        return;
+    }
+    let resume = json!({ "turn_epoch": epoch, "wait_ms": 2_000, "request_id": "resume1" });
+    let epoch = loop {
+        let resumed = post(format!("{turn}/resume"), resume.clone()).await;
+        match resumed["turn_epoch"].as_u64() {
+            Some(epoch) if resumed["status"] == "running" => break epoch,
+            _ if resumed["detail"]["waiting"].is_null() && resumed["results"].is_null() => return,
+            _ => {}
+        }
+    };
     let card_id = format!("dlv_{turn_id}");
     let card = json!({
         "card_id": card_id, "type": "task.deliverable", "author_id": "w", "metadata": {},
@@ -87,8 +105,10 @@ async fn finish_turn(http: &reqwest::Client, url: &str, turn_id: &str, request_i
     while !http.post(&cards).json(&card).send().await.is_ok_and(|r| r.status().is_success()) {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
-    let finish = json!({ "turn_epoch": epoch, "deliverable_card_id": card_id });
-    post(format!("/turns/{turn_id}/finish"), finish).await;
+    let finish = json!({
+        "turn_epoch": epoch, "deliverable_card_id": card_id, "tokens": WORKER_TOKENS,
+    });
+    post(format!("{turn}/finish"), finish).await;
 }
 
 async fn get(server: &Server, path: &str) -> Value {
@@ -103,6 +123,34 @@ fn nodes(node: &Value) -> Vec<&Value> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trees_killed_at_random_have_one_outcome_per_child() {
     check_killed_trees(Server::new()).await;
+}
+
+/// Checks the runs and turns of an ended tree, and returns the number of each agent's.
+async fn check_nodes(server: &Server, tree: &Value) -> BTreeMap<String, usize> {
+    let mut calls = BTreeSet::new();
+    let mut agents = BTreeMap::<String, usize>::new();
+    for node in nodes(tree).into_iter().skip(1) {
+        let ticket = text(node, "tool_call_id");
+        assert!(calls.insert(ticket.clone()), "a call has two runs: {tree}");
+        let agent = text(node, "agent_id");
+        let expected = if agent == "c" { "FAILED" } else { "SUCCEEDED" };
+        *agents.entry(agent).or_default() += 1;
+        let call = get(server, &format!("/v1/tool_calls/{ticket}")).await;
+        assert_eq!(call["status"], expected, "{call}");
+        if node["agent_turn_id"].is_string() {
+            assert_eq!(node["status"], "finished", "{node}");
+            assert!(node["deliverable_card_id"].is_string(), "{node}");
+            let usage = json!({ "steps": 0, "calls": 1, "tokens": WORKER_TOKENS });
+            assert_eq!(node["usage"], usage, "each call of the worker counts once");
+        } else {
+            assert_eq!(node["status"], expected, "{node}");
+        }
+        assert_eq!(node["reserved"], json!({ "calls": null, "tokens": null }), "{node}");
+        assert!(
+            node["budget"]["tokens"].as_u64().unwrap() >= node["total"]["tokens"].as_u64().unwrap()
+        );
+    }
+    agents
 }
 
 /// Kills a server while trees work, and checks what they left.
@@ -153,24 +201,9 @@ pub async fn check_killed_trees(server: Server) {
         assert_eq!(outcomes, ["SUCCEEDED"], "{calls:?}");
         let tree = get(&server, &format!("/v1/runs/{id}/tree")).await;
         assert_eq!((&tree["run_count"], &tree["open_count"]), (&json!(6), &json!(0)), "{tree}");
-        let mut calls = BTreeSet::new();
-        let mut agents = BTreeMap::<String, usize>::new();
-        for node in nodes(&tree).into_iter().skip(1) {
-            let ticket = text(node, "tool_call_id");
-            assert!(calls.insert(ticket.clone()), "a call has two runs: {tree}");
-            let agent = text(node, "agent_id");
-            let expected = if agent == "c" { "FAILED" } else { "SUCCEEDED" };
-            *agents.entry(agent).or_default() += 1;
-            let call = get(&server, &format!("/v1/tool_calls/{ticket}")).await;
-            assert_eq!((&call["status"], &node["status"]), (&json!(expected), &json!(expected)));
-            assert_eq!(node["reserved"], json!({ "calls": null, "tokens": null }), "{node}");
-            assert!(
-                node["budget"]["tokens"].as_u64().unwrap()
-                    >= node["total"]["tokens"].as_u64().unwrap()
-            );
-        }
+        let agents = check_nodes(&server, &tree).await;
         let counts: Vec<usize> = agents.values().copied().collect();
-        assert_eq!(counts, [1, 1, 1, 2], "{tree}");
+        assert_eq!(counts, [1, 1, 1, 2, 1], "{tree}");
     }
     let unread = get(&server, "/v1/agents/w/inbox").await;
     assert_eq!(unread["items"], json!([]), "no turn is left");

@@ -57,7 +57,7 @@ async fn an_approved_call_whose_tool_changes_before_it_starts_asks_again() {
     let request = fixture.api.poll("mailer").await;
     let (call_id, second) = fixture.held(&fixture.api, json!({ "n": 2 })).await;
     fixture.approve(&second).await;
-    assert_eq!(fixture.api.call(&call_id).await["hold"]["reason"], "queue");
+    assert_eq!(fixture.api.call(&call_id).await["hold"], "queue");
     let changed = offer_with("mail.send", json!({ "description": "sends it twice" }));
     fixture.api.register("mailer", json!([changed])).await;
     assert_eq!(request["tool_call_id"], json!(blocker));

@@ -13,9 +13,9 @@ async fn a_call_waits_until_a_person_approves_it() {
     let (call_id, approval_id) = fixture.held(&fixture.api, json!({ "to": "ada" })).await;
     let call = fixture.api.call(&call_id).await;
     assert_eq!(call["status"], "PENDING");
-    assert_eq!(call["hold"]["reason"], "approval");
+    assert_eq!(call["hold"], "approval");
     assert_eq!(call["approval_id"], json!(approval_id));
-    assert_eq!(call["hold"]["decide_with"], "POST /v1/approvals/decide");
+    assert_eq!(call["hold_details"]["decide_with"], "POST /v1/approvals/decide");
     let listed = fixture.operator.get("/v1/approvals?status=pending").await.is(200);
     assert_eq!(listed["approvals"].as_array().unwrap().len(), 1, "{listed}");
     let shown = fixture.approval(&approval_id).await;
@@ -241,7 +241,7 @@ async fn a_malformed_request_decides_nothing() {
     let unknown = json!({ "decisions": [with(json!({ "reasons": "typo" }))] });
     let answer = fixture.operator.post("/v1/approvals/decide", unknown).await;
     assert!(message(&answer.refused(422, "VALIDATION_ERROR")).contains("reason"));
-    assert_eq!(fixture.api.call(&call_id).await["hold"]["reason"], "approval");
+    assert_eq!(fixture.api.call(&call_id).await["hold"], "approval");
 }
 
 #[tokio::test]
@@ -275,7 +275,7 @@ async fn other_arguments_make_a_new_call_whose_outcome_the_first_one_has() {
     let answer = fixture.operator.post("/v1/approvals/decide", json!({ "decisions": [decision] }));
     answer.await.refused(422, "VALIDATION_ERROR");
     let held = fixture.api.call(ticket["tool_call_id"].as_str().unwrap()).await;
-    assert_eq!(held["hold"]["reason"], "approval");
+    assert_eq!(held["hold"], "approval");
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::Fixture;
+use crate::support::mcp::Mcp;
 
 #[tokio::test]
 async fn a_repeated_call_joins_its_equal_that_waits() {
@@ -31,6 +32,60 @@ async fn a_repeated_call_joins_its_equal_that_waits() {
     // The first one has ended, so the same request is a new call.
     let (next, _) = fixture.held(&fixture.api, json!({ "a": 1, "b": 2 })).await;
     assert_ne!(next, call_id);
+}
+
+#[tokio::test]
+async fn rejoin_false_makes_a_call_of_its_own() {
+    let fixture = Fixture::start().await;
+    let (call_id, approval_id) = fixture.held(&fixture.api, json!({ "n": 1 })).await;
+    let body = json!({ "run_id": "run_1", "args": { "n": 1 }, "rejoin": false });
+    let own = fixture.api.post("/v1/tools/mail.send/invoke", body).await.is(202);
+    assert_eq!((&own["hold"], &own["joined"]), (&json!("approval"), &Value::Null), "{own}");
+    let entries = json!([entry("a", "mail.send", json!({ "n": 1 }))]);
+    let batch = json!({ "run_id": "run_1", "tool_calls": entries, "rejoin": false, "wait_ms": 0 });
+    let in_batch = fixture.api.post("/v1/tool_calls", batch).await.body["results"][0].clone();
+    let mcp = Mcp::modern(&fixture.api);
+    let params = json!({ "name": "mail__send", "arguments": { "n": 1 },
+        "_meta": { "toolcrib/run_id": "run_1", "toolcrib/rejoin": false } });
+    mcp.ask("tools/call", params).await.result();
+    let pending = fixture.operator.get("/v1/approvals?status=pending").await.is(200);
+    let pending = pending["approvals"].as_array().unwrap();
+    assert_eq!(pending.len(), 4, "each has an approval of its own: {pending:?}");
+    let ids = [&json!(approval_id), &own["approval_id"], &in_batch["approval_id"]];
+    for id in ids {
+        assert!(pending.iter().any(|approval| approval["approval_id"] == *id), "{id}");
+    }
+    assert_ne!(own["tool_call_id"], json!(call_id));
+    // Without it, the request joins one of them as before.
+    let (joined, _) = fixture.held(&fixture.api, json!({ "n": 1 })).await;
+    let is_joined = |approval: &Value| approval["tool_call_id"] == json!(joined);
+    assert!(pending.iter().any(is_joined), "{joined}: {pending:?}");
+}
+
+#[tokio::test]
+async fn a_key_or_a_tool_without_rejoin_joins_no_waiting_call() {
+    let fixture = Fixture::start().await;
+    // The tool.
+    let tool = json!([{ "name": "count.up", "rejoin": false }]);
+    fixture.api.register("counter", tool).await;
+    let rule = json!({ "verdict": "ask", "tools": ["count.up"] });
+    fixture.operator.put("/v1/rules/count", rule).await.is(200);
+    let body = json!({ "run_id": "run_1", "args": {} });
+    let up = || fixture.api.post("/v1/tools/count.up/invoke", body.clone());
+    let (first, second) = (up().await.is(202), up().await.is(202));
+    assert_ne!(first["approval_id"], second["approval_id"], "{second}");
+    // The key: the first one of a server is an admin's.
+    let admin = json!({ "agent": "root", "roles": ["admin"] });
+    fixture.operator.post("/v1/keys", admin).await.is(201);
+    for (agent, rejoin) in [("ada", true), ("bob", false)] {
+        let key = json!({ "agent": agent, "rejoin": rejoin, "allow": ["mail.*"] });
+        let key = fixture.operator.post("/v1/keys", key).await.is(201);
+        let api = fixture.server.with_key(key["key"].as_str().unwrap());
+        let send = || api.post("/v1/tools/mail.send/invoke", body.clone());
+        let (first, second) = (send().await.is(202), send().await.is(202));
+        assert_eq!(first["hold"], "approval", "{first}");
+        assert_eq!(first["approval_id"] == second["approval_id"], rejoin, "{agent}: {second}");
+    }
 }
 
 #[tokio::test]

@@ -146,6 +146,18 @@ async fn the_command_line_lists_shows_and_decides() {
         }
     };
     let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<String>>();
+    for (command, text) in [
+        ("approvals", "no call waits for an approval"),
+        ("approvals ls --status approved", "no approval is approved"),
+        (
+            "approvals ls --status Rejected --tool mail.send",
+            "no approval is rejected (of mail.send)",
+        ),
+        ("approvals ls --all", "no approvals"),
+    ] {
+        let (code, out, note) = run(words(command)).await;
+        assert_eq!((code, format!("{out}{note}").trim()), (Some(0), text), "{command}");
+    }
     let (call_id, id) = fixture.held(&fixture.api, json!({ "to": "ada" })).await;
     let (code, listed, error) = run(words("approvals")).await;
     assert_eq!(code, Some(0), "{error}");
@@ -168,7 +180,7 @@ async fn the_command_line_lists_shows_and_decides() {
     assert_eq!(code, Some(0), "{error}");
     assert_eq!(done.matches("standing approval").count(), 2, "{done}");
     for id in [first, second] {
-        assert_ne!(fixture.api.call(&id).await["hold"]["reason"], "approval");
+        assert_ne!(fixture.api.call(&id).await["hold"], "approval");
     }
     let (_, standing, _) = run(words("--json approvals standing")).await;
     let standing: Value = serde_json::from_str(&standing).unwrap();

@@ -84,6 +84,26 @@ async fn offered_tools_are_limited_by_rules_and_by_the_request() {
 }
 
 #[tokio::test]
+async fn a_request_without_toolcrib_tools_reaches_the_model_as_it_is() {
+    let (server, scripted) = start_with_replies([text_reply("a"), text_reply("b")]).await;
+    let api = server.api();
+    let format = json!({ "type": "json_object" });
+    let mut body = question("Hello");
+    body["toolcrib"] = json!({ "tools": [] });
+    body["response_format"] = format.clone();
+    api.post("/v1/chat/completions", body.clone()).await.is(200);
+    let plain = scripted.requests()[0].body.clone();
+    assert!(plain.get("tools").is_none(), "no tool is added: {plain}");
+    assert_eq!(plain["response_format"], format);
+    body["tools"] = json!([caller_tool("open_door")]);
+    body["tool_choice"] = "required".into();
+    api.post("/v1/chat/completions", body).await.is(200);
+    let own = &scripted.requests()[1];
+    assert_eq!(own.tool_names(), ["open_door"], "a required call can only be one of the caller's");
+    assert_eq!(own.body["tool_choice"], "required");
+}
+
+#[tokio::test]
 async fn calls_of_caller_tools_are_returned_to_the_caller() {
     let call_reply = ScriptedAnswer::text("").with_call("call_1", "open_door", r#"{"n": 1}"#);
     let (server, scripted) =

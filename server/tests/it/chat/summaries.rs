@@ -71,13 +71,13 @@ async fn a_long_result_is_summarized_by_the_summary_model() {
         text_reply("All orders were packed but 3217: the printer is out of paper.")
     })
     .await;
-    assert!(content.starts_with("[summary of log.read by a model"), "{content}");
+    assert!(content.starts_with("[summary of log__read by a model"), "{content}");
     assert!(content.ends_with("but 3217: the printer is out of paper."), "{content}");
     assert_eq!(answer["choices"][0]["message"]["content"], "Done.");
     assert_eq!(answer["usage"]["total_tokens"], 45, "the summary is counted: {answer}");
     let summary_request = &requests[1];
     let text = summary_request["messages"][1]["content"].as_str().unwrap();
-    assert!(text.contains("log.read") && text.contains("3217"), "{text}");
+    assert!(text.contains("log__read") && text.contains("3217"), "{text}");
     assert!(summary_request.get("tools").is_none(), "a summary calls nothing");
 }
 
@@ -90,7 +90,7 @@ async fn a_failed_summary_falls_back_to_the_digest() {
     ] {
         let (content, answer, _) = complete_with_summary(move |_| summary.clone()).await;
         // The tokens of the call's id decide whether the header also names the tool.
-        let headers = ["[digest of log.read", "[digest: a log"];
+        let headers = ["[digest of log__read", "[digest: a log"];
         assert!(headers.iter().any(|header| content.starts_with(header)), "{content}");
         assert!(content.contains("out of paper"), "{content}");
         assert_eq!(answer["choices"][0]["message"]["content"], "Done.");
@@ -100,7 +100,7 @@ async fn a_failed_summary_falls_back_to_the_digest() {
 #[tokio::test]
 async fn a_summary_respects_the_token_budget() {
     let (content, ..) = complete_with_summary(|_| text_reply("word ".repeat(10_000))).await;
-    assert!(content.starts_with("[summary of log.read"), "{content}");
+    assert!(content.starts_with("[summary of log__read"), "{content}");
     let tokens = toolcrib::results::tokens::count(&content);
     assert!(tokens <= 320, "{tokens} tokens");
 }

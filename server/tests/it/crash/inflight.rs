@@ -22,7 +22,7 @@ async fn count_pending(server: &Server) -> HashMap<String, usize> {
         let answer = server.http.get(server.url(&path)).send().await.unwrap();
         let page = answer.json::<Value>().await.unwrap();
         for call in page["tool_calls"].as_array().unwrap() {
-            *count.entry(text(&call["hold"], "reason")).or_default() += 1;
+            *count.entry(text(call, "hold")).or_default() += 1;
         }
         match page["next_cursor"].as_str() {
             Some(next) => cursor = next.to_owned(),

@@ -151,13 +151,13 @@ args = [{json.dumps(str(HERE / "desk.py"))}]
         def held():
             for call in self.calls("desk.greet"):
                 call = self.request("GET", "/v1/tool_calls/" + call["tool_call_id"])
-                if (call.get("hold") or {}).get("reason") == "input":
+                if call.get("hold") == "input":
                     return call
             return None
 
         call = wait_for("a question", held)
         answer = {"action": "accept", "content": {"name": "Ada"}}
-        answers = {key: answer for key in call["hold"]["questions"]}
+        answers = {key: answer for key in call["hold_details"]["questions"]}
         self.request("POST", f"/v1/tool_calls/{call['tool_call_id']}/answer", {"answers": answers})
 
 

@@ -182,3 +182,19 @@ async fn a_command_does_not_send_the_token_to_a_program_of_another_user() {
     assert_eq!(received.recv().await, Some(false));
     assert!(received.try_recv().is_err(), "one request, without a token");
 }
+
+/// The hold of a call names this command, so it works for the owner of the token without a key.
+#[tokio::test]
+async fn the_owner_of_the_token_decides_approvals_with_a_command() {
+    let server = Server::start().await;
+    let rule = json!({ "verdict": "ask", "tools": ["calculation.eval"] });
+    server.operator().put("/v1/rules/sums", rule).await.is(200);
+    for (expression, verb, status) in [("6*7", "approve", "SUCCEEDED"), ("1", "reject", "FAILED")] {
+        let body = json!({ "run_id": "r", "args": { "expression": expression } });
+        let ticket = server.api().post("/v1/tools/calculation.eval/invoke", body).await.is(202);
+        let approval = ticket["approval_id"].as_str().unwrap();
+        run_cli(&server, &["approvals", verb, approval]).await;
+        let call = server.api().finished(ticket["tool_call_id"].as_str().unwrap()).await;
+        assert_eq!(call["status"], status, "{call}");
+    }
+}

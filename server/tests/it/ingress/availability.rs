@@ -24,7 +24,7 @@ async fn until_available(api: &Api, available: bool) -> Value {
 }
 
 fn detail(call: &Value) -> &str {
-    call["hold"]["detail"].as_str().unwrap_or_else(|| panic!("{call}"))
+    call["hold_details"]["message"].as_str().unwrap_or_else(|| panic!("{call}"))
 }
 
 async fn register(api: &Api) {

@@ -293,6 +293,20 @@ async fn names_of_the_mcp_endpoint_cannot_be_registered() {
         api.get("/projects/default/tools").await.is(200);
         assert!(!reply.body["imported"].to_string().contains(name), "{name}: {}", reply.text);
     }
+    // The forms that models see.
+    for name in ["tools__call", "tools__search", "tools__describe", "call__result", "result__read"]
+    {
+        let body = json!({ "client_id": "pc_1", "tools": [offer(name)] });
+        let error = api.post("/internal/tools/register", body).await.refused(409, "CONFLICT");
+        assert_eq!(error["detail"]["tool"], name);
+    }
+    let options = json!({ "http": { "url": "https://api.example.com/x" } });
+    let body = json!({ "tool_name": "tools__call", "options": options,
+        "parameters": { "type": "object", "properties": {} } });
+    let reply = api.post("/projects/default/tools", body).await;
+    assert_eq!(reply.status.as_u16(), 400, "{}", reply.text);
     let listed = api.get("/projects/default/tools").await.text;
-    assert!(!listed.contains("tools.call") && !listed.contains("call.result"), "{listed}");
+    for name in ["tools.call", "call.result", "tools__call", "call__result"] {
+        assert!(!listed.contains(name), "{name}: {listed}");
+    }
 }

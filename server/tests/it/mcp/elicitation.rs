@@ -194,6 +194,30 @@ async fn a_legacy_client_gets_a_timeout_when_the_wait_for_input_ends() {
 }
 
 #[tokio::test]
+async fn an_irreversible_call_without_answers_says_that_a_retry_is_not_safe() {
+    let server = start_server().await;
+    let api = server.api();
+    let invoke = |input_timeout_ms: u64| {
+        let body = json!({ "run_id": "run_1", "args": {}, "input_timeout_ms": input_timeout_ms });
+        api.invoke_with("hello.one", body)
+    };
+    let unanswered = invoke(300).await;
+    let canceled = invoke(600_000).await;
+    crate::support::until("the questions", || async {
+        (api.call(&canceled).await["hold"] == "input").then_some(())
+    })
+    .await;
+    api.post(&format!("/v1/tool_calls/{canceled}/cancel"), json!({})).await.is(200);
+    for (id, status) in [(unanswered, "TIMEOUT"), (canceled, "CANCELED")] {
+        let call = api.finished(&id).await;
+        assert_eq!((&call["status"], &call["error"]["retryable"]), (&json!(status), &json!(false)));
+        let message = call["error"]["message"].as_str().unwrap();
+        assert!(message.contains("it had begun when it requested input"), "{call}");
+        assert!(message.contains("a retry is not safe"), "{call}");
+    }
+}
+
+#[tokio::test]
 async fn the_time_in_which_a_person_answers_does_not_count() {
     let server = start_server().await;
     let api = server.api();
@@ -201,13 +225,13 @@ async fn the_time_in_which_a_person_answers_does_not_count() {
     let id = api.invoke_with("hello.one", body).await;
     let waiting = crate::support::until("the questions", || async {
         let call = api.call(&id).await;
-        (call["hold"]["reason"] == "input").then_some(call)
+        (call["hold"] == "input").then_some(call)
     })
     .await;
     assert_eq!(waiting["input_timeout_ms"], 3_600_000);
-    assert_eq!(waiting["hold"]["until_ms"], waiting["deadline_at_ms"]);
+    assert_eq!(waiting["hold_details"]["until_ms"], waiting["deadline_at_ms"]);
     let path = format!("/v1/tool_calls/{id}/answer");
-    assert_eq!(waiting["hold"]["answer_with"], format!("POST {path}"));
+    assert_eq!(waiting["hold_details"]["answer_with"], format!("POST {path}"));
     // The person answers after the time of the call would have been over.
     let created_ms = waiting["created_at_ms"].as_u64().unwrap();
     crate::support::until("the timeout to pass", || async {
@@ -299,8 +323,8 @@ async fn without_the_elicitation_capability_answers_come_over_http() {
     assert_eq!(pending["structuredContent"]["questions"]["name"]["params"]["message"], "Who?");
     let id = pending["structuredContent"]["tool_call_id"].as_str().unwrap();
     let call = api.call(id).await;
-    assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("input")));
-    assert_eq!(call["hold"]["questions"]["name"]["params"]["message"], "Who?");
+    assert_eq!((&call["status"], &call["hold"]), (&json!("PENDING"), &json!("input")));
+    assert_eq!(call["hold_details"]["questions"]["name"]["params"]["message"], "Who?");
     let path = format!("/v1/tool_calls/{id}/answer");
     let answers = json!({ "answers": { "name": accept("Ada"), "city": accept("Ulm") } });
     api.post(&path, answers.clone()).await.is(200);

@@ -63,6 +63,10 @@ async fn events_are_listed_and_polled_from_a_cursor() {
     let next = json!({ "name": "tools.changed", "cursor": start["cursor"] });
     let next = changes.ask("events/poll", next).await.result();
     assert_eq!(next["events"].as_array().unwrap().len(), 1, "{next}");
+    // The event has the time of the change, not of the poll.
+    let again = json!({ "name": "tools.changed", "cursor": start["cursor"] });
+    let again = changes.ask("events/poll", again).await.result();
+    assert_eq!(again["events"], next["events"]);
 }
 
 #[tokio::test]
@@ -85,6 +89,37 @@ async fn a_poll_waits_for_an_event_and_leaves_old_ones_out() {
     let old = json!({ "name": "tool_call.ended", "cursor": start["cursor"], "maxAgeMs": 0 });
     let old = poll(old).await;
     assert_eq!((&old["events"], &old["truncated"]), (&json!([]), &json!(true)), "{old}");
+}
+
+#[tokio::test]
+async fn a_poll_passes_events_of_other_callers() {
+    let server = event_server().await;
+    let ada = server.keyed("default", "ada", "agent", &["calculation.*"]).await;
+    let bob = server.keyed("default", "bob", "agent", &["calculation.*"]).await;
+    let poll = async |client: &Mcp, cursor: Option<&Value>| {
+        let began = std::time::Instant::now();
+        let params = json!({ "name": "tool_call.ended", "cursor": cursor });
+        let polled = client.ask("events/poll", params).await.result();
+        assert!(began.elapsed().as_millis() < 4_000, "{polled}");
+        polled
+    };
+    let (as_ada, as_bob) = (Mcp::modern(&ada), Mcp::modern(&bob));
+    let start = poll(&as_bob, None).await;
+    let call = ada.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    ada.finished(&call).await;
+    let other = poll(&as_bob, Some(&start["cursor"])).await;
+    assert_eq!((&other["events"], &other["hasMore"]), (&json!([]), &json!(false)), "{other}");
+    assert_ne!(other["cursor"], start["cursor"], "the cursor passes the event");
+    let own = bob.invoke("calculation.eval", json!({ "expression": "2" })).await;
+    bob.finished(&own).await;
+    for (client, call) in [(&as_ada, &call), (&as_bob, &own)] {
+        let polled = poll(client, Some(&start["cursor"])).await;
+        assert_eq!(polled["events"].as_array().unwrap().len(), 1, "{polled}");
+        assert_eq!(polled["events"][0]["data"]["tool_call_id"], call.as_str());
+        assert_eq!(polled["hasMore"], false, "{polled}");
+        let rest = poll(client, Some(&polled["cursor"])).await;
+        assert_eq!((&rest["events"], &rest["hasMore"]), (&json!([]), &json!(false)), "{rest}");
+    }
 }
 
 #[tokio::test]
@@ -159,13 +194,22 @@ async fn a_verified_subscriber_gets_every_event_once_more_after_a_failure_and_a_
     let refreshed = client.ask("events/subscribe", params(&hooks)).await.result();
     assert_eq!(refreshed["id"], id.as_str());
     assert_eq!(refreshed["deliveryStatus"]["active"], true, "{refreshed}");
+    // After a rotation of the secret, messages are signed with both for a while.
+    let rotated = "whsec_bmV3IHNlY3JldCBvZiB0d2VudHktZm91ciBieXRlcw==";
+    let mut rotation = params(&hooks);
+    rotation["delivery"]["secret"] = rotated.into();
+    assert_eq!(client.ask("events/subscribe", rotation).await.result()["id"], id.as_str());
+    root.invoke("calculation.eval", json!({ "expression": "5*7" })).await;
+    let message = &receiver.received(4).await[3];
+    assert!(message.is_signed_with(rotated) && message.is_signed_with(KEY), "{message:?}");
     // The next process continues it without a request.
     let secret = root.secret().unwrap().to_owned();
     let server = server.restart().await;
     let root = server.with_key(&secret);
     let later = root.invoke("calculation.eval", json!({ "expression": "7*7" })).await;
-    let messages = receiver.received(4).await;
-    assert_eq!(messages[3].json()["data"]["tool_call_id"], later.as_str(), "{messages:?}");
+    let messages = receiver.received(5).await;
+    assert_eq!(messages[4].json()["data"]["tool_call_id"], later.as_str(), "{messages:?}");
+    assert!(messages[4].is_signed_with(rotated) && messages[4].is_signed_with(KEY));
     let client = Mcp::modern(&root);
     client.ask("events/unsubscribe", params(&hooks)).await.result();
     client.ask("events/unsubscribe", params(&hooks)).await.error(-32011);

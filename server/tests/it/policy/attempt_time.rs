@@ -138,7 +138,7 @@ async fn an_absent_client_costs_no_attempt_and_its_fallback_runs() {
     );
     // The other call still waits for its client, on its first attempt.
     let waiting = api.call(&alone).await;
-    assert_eq!((&waiting["hold"]["reason"], &waiting["attempt"]), (&json!("parked"), &json!(1)));
+    assert_eq!((&waiting["hold"], &waiting["attempt"]), (&json!("parked"), &json!(1)));
     let mut client = Ws::hello(&api, "c1", json!({})).await;
     let taken = client.take().await;
     assert_eq!((&taken["tool_call_id"], &taken["attempt"]), (&json!(alone), &json!(1)));

@@ -122,8 +122,9 @@ async fn a_call_shows_the_time_of_its_next_attempt() {
     // A client that lost the answer reports the failure again.
     assert_eq!(api.fail(&id, json!("later")).await, answer);
     let call = api.call(&id).await;
-    assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("retry")));
-    let due = call["hold"]["until_ms"].as_u64().unwrap() - call["created_at_ms"].as_u64().unwrap();
+    assert_eq!((&call["status"], &call["hold"]), (&json!("PENDING"), &json!("retry")));
+    let due = call["hold_details"]["until_ms"].as_u64().unwrap()
+        - call["created_at_ms"].as_u64().unwrap();
     assert!((30_000..60_000).contains(&due), "{call}");
     let late = api.submit(&id, json!({ "status": "SUCCEEDED", "result": 1 })).await;
     late.refused(409, "CONFLICT");

@@ -7,7 +7,7 @@ use super::conversations::chat_body;
 use super::{TOOL, payment};
 use crate::support::database::Database;
 use crate::support::faults::fail_flushes;
-use crate::support::process::{PATIENCE, Server, eventually, text};
+use crate::support::process::{PATIENCE, Server, TOOLCRIB, eventually, text};
 
 const WAITING: &str = "/v1/tools/bank.pay/invoke?wait_ms=30000";
 
@@ -131,5 +131,39 @@ async fn a_failed_flush_is_reported_as_unknown_and_joined_after_a_restart() {
     })
     .await;
     assert_eq!(request["tool_call_id"], ticket["tool_call_id"]);
+    server.stop().await;
+}
+
+/// Runs `toolcrib call bank.pay amount=5` for a user with this home directory.
+fn pay_with_command(server: &Server, home: &std::path::Path) -> std::process::Output {
+    let mut command = std::process::Command::new(TOOLCRIB);
+    command.args(["--server", &server.url(""), "call", TOOL, "amount=5", "--no-wait"]);
+    command.env_remove("TOOLCRIB_KEY").env_remove("XDG_STATE_HOME").env("HOME", home);
+    command.output().unwrap()
+}
+
+/// The command says that a repeated request joins the call, so the same command does. Commands that
+/// got their tickets stay calls of their own.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_repeated_after_a_failed_flush_joins_its_call() {
+    let home = tempfile::tempdir().unwrap();
+    let mut server = Server::ready().await;
+    server.register("bank", TOOL, "irreversible").await;
+    if !fail_flushes(&server, None).await {
+        return;
+    }
+    let failed = pay_with_command(&server, home.path());
+    let message = String::from_utf8(failed.stderr).unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{message}");
+    assert!(message.contains("repeat the command: it joins the call"), "{message}");
+    server.kill();
+    server.start().await;
+    let repeated = pay_with_command(&server, home.path());
+    assert!(repeated.status.success(), "{repeated:?}");
+    assert_eq!(count_calls(&server).await, 1);
+    for calls in [2, 3] {
+        assert!(pay_with_command(&server, home.path()).status.success());
+        assert_eq!(count_calls(&server).await, calls, "a deliberate command is a call of its own");
+    }
     server.stop().await;
 }

@@ -23,7 +23,7 @@ async fn run_command(server: &Server, arguments: &[&str]) -> (i32, String, Strin
 }
 
 /// Runs the command against a server that this process has started.
-async fn run_against(address: &str, arguments: &[&str]) -> (i32, String, String) {
+pub(super) async fn run_against(address: &str, arguments: &[&str]) -> (i32, String, String) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_toolcrib"));
     command.args(["--server", &format!("http://{address}")]).args(arguments);
     command.env_remove("TOOLCRIB_KEY").env("NO_COLOR", "1");
@@ -168,7 +168,8 @@ async fn options_of_a_new_run_are_refused_for_an_existing_run() {
     }
 }
 
-/// Starts a proxy to the server at this port that delays the body of event streams.
+/// Starts a proxy to the server at this port that delays the body of event streams. Returns its
+/// address.
 async fn start_delaying_proxy(port: u16) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -205,7 +206,7 @@ async fn start_delaying_proxy(port: u16) -> String {
             });
         }
     });
-    format!("http://{address}")
+    address.to_string()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -225,17 +226,17 @@ async fn a_continued_run_prints_nothing_of_its_history() {
         .with("LLM__MAX_RETRIES", 0);
     server.start().await;
     let proxy = start_delaying_proxy(server.port).await;
-    let (code, stdout, stderr) = run_command(&server, &["run", "Well?", "--server", &proxy]).await;
+    let (code, stdout, stderr) = run_against(&proxy, &["run", "Well?"]).await;
     assert_eq!((code, stdout.trim()), (0, "The old answer."), "{stderr}");
     let id = stderr.split_whitespace().find(|word| word.starts_with("run_")).unwrap();
-    let more = ["run", "--continue", id, "And now?", "--server", &proxy];
-    let (code, stdout, stderr) = run_command(&server, &more).await;
+    let more = ["run", "--continue", id, "And now?"];
+    let (code, stdout, stderr) = run_against(&proxy, &more).await;
     assert_eq!((code, stdout.trim()), (0, "The new one."), "{stderr}");
     assert!(!stderr.contains("calculation.eval"), "{stderr}");
-    let (code, stdout, stderr) = run_command(&server, &more).await;
+    let (code, stdout, stderr) = run_against(&proxy, &more).await;
     assert_eq!((code, stdout.trim()), (1, ""), "{stderr}");
-    let again = ["run", "--resume", id, "--server", &proxy];
-    let (code, stdout, stderr) = run_command(&server, &again).await;
+    let again = ["run", "--resume", id];
+    let (code, stdout, stderr) = run_against(&proxy, &again).await;
     assert_eq!((code, stdout.trim()), (0, "Last."), "{stderr}");
 }
 

@@ -1,12 +1,14 @@
 //! Handoffs: another agent continues a run.
 
+use std::time::{Duration, Instant};
+
 use serde_json::{Value, json};
-use toolcrib_bench::model::{ScriptedBehavior, text_reply, tool_call_reply};
+use toolcrib_bench::model::{ScriptedAnswer, ScriptedBehavior, text_reply, tool_call_reply};
 
 use super::{question, run_to_end, start_with_model};
-use crate::support::{Api, Server};
+use crate::support::{Api, Server, until};
 
-async fn start_with_agents(
+pub(super) async fn start_with_agents(
     replies: impl IntoIterator<Item = ScriptedBehavior>,
 ) -> (Server, toolcrib_bench::model::ScriptedModel) {
     let (server, model) = start_with_model(replies).await;
@@ -139,6 +141,14 @@ async fn a_run_continues_with_the_agent_after_a_restart_and_hands_back() {
     assert_eq!(contents(requests[3].messages())[0], "You are billing.");
 }
 
+/// Checks that a handoff that is not offered is an unknown tool, and that the run says so.
+fn check_refused(run: &Value, text: &str) {
+    let note = "\n\n[The only tool call failed: transfer_to_billing: TOOL_NOT_FOUND";
+    let answer = run["answer"].as_str().unwrap();
+    assert!(answer.starts_with(&format!("{text}{note}")), "{run}");
+    assert_eq!((&run["status"], run.get("active_agent")), (&json!("FAILED"), None), "{run}");
+}
+
 #[tokio::test]
 async fn rules_apply_to_handoffs() {
     let (server, model) = start_with_agents([
@@ -148,7 +158,7 @@ async fn rules_apply_to_handoffs() {
     .await;
     let ada = server.keyed("default", "ada", "agent", &["calculation.*"]).await;
     let run = run_to_end(&ada, question("Hi")).await;
-    assert_eq!((&run["answer"], run.get("active_agent")), (&json!("I cannot."), None), "{run}");
+    check_refused(&run, "I cannot.");
     let names = model.requests()[0].tool_names();
     assert!(!names.contains(&"transfer_to_billing".to_owned()), "{names:?}");
 }
@@ -171,7 +181,7 @@ async fn a_rule_or_switch_on_an_agent_holds_for_handoffs_to_it() {
     let deny = json!({ "verdict": "deny", "tools": ["agent.billing"] });
     operator.put("/v1/rules/no-billing", deny).await.is(200);
     let run = run_to_end(&api, question("Hi")).await;
-    assert_eq!((&run["answer"], run.get("active_agent")), (&json!("I cannot."), None), "{run}");
+    check_refused(&run, "I cannot.");
     operator.delete("/v1/rules/no-billing").await.is(204);
     let off = json!({ "reason": "wrong invoices" });
     operator.put("/v1/switches/agent/billing", off).await.is(200);
@@ -185,7 +195,7 @@ async fn a_rule_or_switch_on_an_agent_holds_for_handoffs_to_it() {
     let ask = json!({ "verdict": "ask", "tools": ["agent.billing"] });
     operator.put("/v1/rules/ask-billing", ask).await.is(200);
     let started = api.post("/v1/runs", question("Hi")).await.is(202);
-    let pending = crate::support::until("the handoff to wait", || async {
+    let pending = until("the handoff to wait", || async {
         let list = operator.get("/v1/approvals?status=pending").await.is(200);
         list["approvals"].as_array().unwrap().first().cloned()
     })
@@ -197,6 +207,34 @@ async fn a_rule_or_switch_on_an_agent_holds_for_handoffs_to_it() {
     let run = api.get(&path).await.is(200);
     assert_eq!((&run["status"], run.get("active_agent")), (&json!("SUCCEEDED"), None), "{run}");
     assert_eq!(run["failed_call_count"], 1, "{run}");
+}
+
+#[tokio::test]
+async fn a_switch_on_the_agent_ends_the_run_during_a_model_request() {
+    // The request to the model of the other agent never ends by itself.
+    let (server, model) = start_with_agents([
+        tool_call_reply("c1", "transfer_to_billing", &json!({})),
+        ScriptedBehavior::Stall(ScriptedAnswer::text("never"), 0),
+    ])
+    .await;
+    let (api, operator) = (server.api(), server.operator());
+    let started = api.post("/v1/runs", question("Hi")).await.is(202);
+    let path = format!("/v1/runs/{}", started["run_id"].as_str().unwrap());
+    until("the request of the other agent", || async {
+        (model.requests().len() == 2).then_some(())
+    })
+    .await;
+    // A switch on an agent that the run was not handed to changes nothing.
+    let other = json!({ "reason": "unrelated" });
+    operator.put("/v1/switches/agent/triage", other).await.is(200);
+    assert_eq!(api.get(&path).await.is(200)["status"], "RUNNING");
+    let switched = Instant::now();
+    let off = json!({ "reason": "wrong invoices" });
+    operator.put("/v1/switches/agent/billing", off).await.is(200);
+    let run = api.get(&format!("{path}?wait_ms=30000")).await.is(200);
+    assert!(switched.elapsed() < Duration::from_secs(1), "{:?}", switched.elapsed());
+    assert_eq!((&run["status"], &run["active_agent"]), (&json!("FAILED"), &json!("billing")));
+    assert!(run["error"]["message"].as_str().unwrap().contains("wrong invoices"), "{run}");
 }
 
 #[tokio::test]

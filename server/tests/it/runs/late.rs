@@ -58,13 +58,13 @@ async fn serial_calls_behind_a_late_call_are_late_too() {
     let mut events = api.follow(&format!("{path}/events"), None).await;
     let waiting = events.wait_for("run.waiting").await;
     let ticket = |n: usize| waiting.data["calls"][n]["tool_call_id"].as_str().unwrap().to_owned();
-    let hold = |call: &Value| call["hold"]["after"].as_str().map(str::to_owned);
+    let hold = |call: &Value| call["hold_details"]["after"].as_str().map(str::to_owned);
     assert_eq!(hold(&api.call(&ticket(1)).await), Some(ticket(0)));
     assert_eq!(hold(&api.call(&ticket(2)).await), Some(ticket(1)));
     let server = server.restart().await;
     let api = server.api();
     for n in [0, 1] {
-        while api.call(&ticket(n)).await["hold"]["reason"] != "parked" {}
+        while api.call(&ticket(n)).await["hold"] != "parked" {}
         api.succeed(&ticket(n), json!({ "written": n })).await;
     }
     let run = api.get(&format!("{path}?wait_ms=30000")).await.is(200);

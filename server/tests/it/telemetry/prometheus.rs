@@ -189,3 +189,41 @@ async fn tools_of_projects_are_named_only_to_operators() {
     let unknown = Scrape::read_with_key(&keyed, "tck_unknown").await;
     assert!(!unknown.0.contains("a.secret.name"), "{}", unknown.0);
 }
+
+/// Returns the counters that docs/telemetry.md lists.
+fn documented_counters() -> Vec<String> {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/telemetry.md");
+    let page = std::fs::read_to_string(path).unwrap();
+    let rows = page.lines().filter(|line| line.contains(" | counter | "));
+    rows.map(|row| row.split(['`', '{']).nth(1).unwrap().to_owned()).collect()
+}
+
+#[tokio::test]
+async fn counters_with_known_labels_exist_before_their_first_event() {
+    let server = process::Server::ready().await;
+    let scrape = Scrape::read(&server).await;
+    let counters = documented_counters();
+    assert!(counters.len() >= 25, "{counters:?}");
+    for name in counters.iter().filter(|name| *name != "toolcrib_llm_tokens_total") {
+        let is_series = |line: &&str| {
+            line.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with(['{', ' ']))
+        };
+        assert!(scrape.0.lines().any(|line| is_series(&line)), "{name} in\n{}", scrape.0);
+        assert!(scrape.0.contains(&format!("# HELP {name} ")), "{name} has a description");
+    }
+    for series in [
+        "toolcrib_policy_decisions_total{decision=\"ask\"}",
+        "toolcrib_rejoined_total{kind=\"approval\"}",
+        "toolcrib_approval_decisions_total{decision=\"superseded\"}",
+        "toolcrib_approval_requests_total",
+        "toolcrib_approval_webhooks_total{result=\"failed\"}",
+        "toolcrib_agent_wakeup_webhooks_total{result=\"ok\"}",
+        "toolcrib_mcp_event_deliveries_total{result=\"failed\"}",
+        "toolcrib_sign_in_failures_total",
+        "toolcrib_dead_letters_total{reason=\"wrong_epoch\"}",
+        "toolcrib_dead_letters_total{reason=\"other\"}",
+        "toolcrib_tool_calls_accepted_total{source=\"internal\"}",
+    ] {
+        assert_eq!(scrape.value(series), 0.0, "{series}");
+    }
+}

@@ -137,10 +137,8 @@ async fn an_elicitation_is_answered_from_the_command_line() {
     let api = server.operator();
     for (answer, greeting) in [("name=Ada", "Hello, Ada!"), ("--decline", "Hello, nobody!")] {
         let id = api.invoke("fixture.ask", json!({})).await;
-        until("the question", || async {
-            (api.call(&id).await["hold"]["reason"] == "input").then_some(())
-        })
-        .await;
+        until("the question", || async { (api.call(&id).await["hold"] == "input").then_some(()) })
+            .await;
         run_successfully(&["calls", "answer", &id, answer, "--server", &server_url]).await;
         assert_eq!(super::result_text(&api.finished(&id).await), greeting);
     }

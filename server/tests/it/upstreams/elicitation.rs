@@ -21,10 +21,10 @@ async fn an_elicitation_between_two_requests_is_answered_over_http() {
     let id = api.invoke("fixture.ask", json!({})).await;
     let paused = until("the question", || async {
         let call = api.call(&id).await;
-        (call["hold"]["reason"] == "input").then_some(call)
+        (call["hold"] == "input").then_some(call)
     })
     .await;
-    let question = &paused["hold"]["questions"]["who"];
+    let question = &paused["hold_details"]["questions"]["who"];
     assert_eq!(question["params"]["message"], "Which name?", "{paused}");
     let path = format!("/v1/tool_calls/{id}/answer");
     for content in [json!({}), json!({ "name": 7 }), json!("Ada")] {
@@ -62,10 +62,8 @@ async fn an_elicitation_within_a_request_is_answered_in_that_request() {
         let server = server(vec![settings]).await;
         let api = server.operator();
         let id = api.invoke("fixture.ask", json!({})).await;
-        until("the question", || async {
-            (api.call(&id).await["hold"]["reason"] == "input").then_some(())
-        })
-        .await;
+        until("the question", || async { (api.call(&id).await["hold"] == "input").then_some(()) })
+            .await;
         api.post(&format!("/v1/tool_calls/{id}/answer"), answer("question_1")).await.is(200);
         let done = api.finished(&id).await;
         assert_eq!(result_text(&done), "Hello, Ada!");
@@ -82,10 +80,8 @@ async fn concurrent_http_calls_get_their_own_elicitations() {
     let ids =
         [api.invoke("fixture.ask", json!({})).await, api.invoke("fixture.ask", json!({})).await];
     for id in &ids {
-        until("the question", || async {
-            (api.call(id).await["hold"]["reason"] == "input").then_some(())
-        })
-        .await;
+        until("the question", || async { (api.call(id).await["hold"] == "input").then_some(()) })
+            .await;
     }
     for (id, name) in ids.iter().zip(["Ada", "Eve"]) {
         let answer = json!({ "action": "accept", "content": { "name": name } });
@@ -100,17 +96,13 @@ async fn canceling_a_held_call_cancels_it_upstream() {
     let server = server(vec![legacy(program("good"))]).await;
     let api = server.operator();
     let id = api.invoke("fixture.ask", json!({})).await;
-    until("the question", || async {
-        (api.call(&id).await["hold"]["reason"] == "input").then_some(())
-    })
-    .await;
+    until("the question", || async { (api.call(&id).await["hold"] == "input").then_some(()) })
+        .await;
     api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
     // The first elicitation is gone: the next one is the only one.
     let id = api.invoke("fixture.ask", json!({})).await;
-    until("the next question", || async {
-        (api.call(&id).await["hold"]["reason"] == "input").then_some(())
-    })
-    .await;
+    until("the next question", || async { (api.call(&id).await["hold"] == "input").then_some(()) })
+        .await;
     api.post(&format!("/v1/tool_calls/{id}/answer"), answer("question_1")).await.is(200);
     assert_eq!(result_text(&soon("its end", api.finished(&id)).await), "Hello, Ada!");
     let _ = call(&api, "fixture.echo", json!({ "text": "x" })).await;
@@ -122,10 +114,8 @@ async fn an_answer_for_a_lost_session_ends_with_outcome_unknown() {
     let server = server(vec![legacy(http_upstream(&upstream.url()))]).await;
     let api = server.operator();
     let id = api.invoke("fixture.ask", json!({})).await;
-    until("the question", || async {
-        (api.call(&id).await["hold"]["reason"] == "input").then_some(())
-    })
-    .await;
+    until("the question", || async { (api.call(&id).await["hold"] == "input").then_some(()) })
+        .await;
     let server = server.restart().await;
     let api = server.operator();
     super::wait_for_state(&api, "fixture", "ready").await;
@@ -137,10 +127,7 @@ async fn an_answer_for_a_lost_session_ends_with_outcome_unknown() {
 
 /// Waits until the call is held for input.
 async fn wait_for_input_hold(api: &crate::support::Api, id: &str) {
-    until("the question", || async {
-        (api.call(id).await["hold"]["reason"] == "input").then_some(())
-    })
-    .await;
+    until("the question", || async { (api.call(id).await["hold"] == "input").then_some(()) }).await;
 }
 
 #[tokio::test]

@@ -287,10 +287,10 @@ async fn a_legacy_url_elicitation_error_holds_the_call() {
         let id = api.invoke("fixture.pay", json!({})).await;
         let paused = crate::support::until("the question", || async {
             let call = api.call(&id).await;
-            (call["hold"]["reason"] == "input").then_some(call)
+            (call["hold"] == "input").then_some(call)
         })
         .await;
-        let question = &paused["hold"]["questions"]["e1"]["params"];
+        let question = &paused["hold_details"]["questions"]["e1"]["params"];
         assert_eq!(question["url"], "https://login.example.com/e1", "{paused}");
         let path = format!("/v1/tool_calls/{id}/answer");
         api.post(&path, json!({ "answers": { "e1": { "action": action } } })).await.is(200);

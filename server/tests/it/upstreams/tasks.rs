@@ -50,10 +50,8 @@ async fn an_elicitation_of_a_task_is_answered() {
     let server = server(vec![http_upstream(&upstream.url())]).await;
     let api = server.operator();
     let id = api.invoke("fixture.asking_task", json!({})).await;
-    until("the question", || async {
-        (api.call(&id).await["hold"]["reason"] == "input").then_some(())
-    })
-    .await;
+    until("the question", || async { (api.call(&id).await["hold"] == "input").then_some(()) })
+        .await;
     let answer = json!({ "action": "accept", "content": { "name": "Ada" } });
     let body = json!({ "answers": { "who": answer } });
     api.post(&format!("/v1/tool_calls/{id}/answer"), body).await.is(200);

@@ -374,7 +374,7 @@ async fn max_parallel_of_the_server_counts_the_work_of_tool_services() {
     let command = peer.next("hand").await;
     command.ack().await;
     let waiting = api.call(&second).await;
-    assert_eq!((&waiting["hold"]["reason"], &waiting["attempt"]), (&json!("queue"), &json!(0)));
+    assert_eq!((&waiting["hold"], &waiting["attempt"]), (&json!("queue"), &json!(0)));
     assert_eq!(command.payload["tool_call_id"], json!(first));
     let mut done = report(&command.payload, "r-first", "success");
     done["card"] = result_card(&command.payload, "r-first", "success", json!(1));

@@ -234,8 +234,12 @@ async fn a_join_ends_at_its_deadline_with_the_results_that_are_in() {
     let mute = fixture.lease_next("mute").await;
     let (item, card) = fixture.result("f1").await;
     assert_eq!(item["payload"]["status"], "partial", "{item}");
-    let result = &card["content"]["result"];
+    let (result, error) = (&card["content"]["result"], &card["content"]["error"]);
     assert_eq!(result["status"], "partial", "{result}");
+    // Only a success has no error.
+    let about = (&error["code"], &error["message"]);
+    let message = json!("2 of 3 tasks did not succeed; see result.results");
+    assert_eq!(about, (&json!("tool_timeout"), &message), "{error}");
     let of = |n: usize| &result["results"][n];
     assert_eq!((&of(0)["status"], &of(0)["result"]), (&json!("success"), &json!({ "a": 1 })));
     assert_eq!(of(1)["status"], "failed");

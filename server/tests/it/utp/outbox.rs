@@ -203,7 +203,7 @@ async fn undeliverable_outbox_messages_do_not_block_others() {
         engine.utp().outbox().messages(0, 1).await.unwrap().is_empty().then_some(())
     })
     .await;
-    let dead = engine.utp().dead_letters(&caller, None, 1_000).await.unwrap();
+    let dead = engine.utp().dead_letters().list(&caller, None, 1_000).await.unwrap();
     assert_eq!(dead.len(), 600);
 }
 

@@ -131,6 +131,8 @@ async fn a_killed_python_service_starts_only_repeatable_calls_again() {
         (&call["status"], &call["error"]["code"]),
         (&json!("FAILED"), &json!("OUTCOME_UNKNOWN"))
     );
+    let message = call["error"]["message"].as_str().unwrap();
+    assert!(message.contains("a retry is not safe"), "{message}");
     assert_eq!(api.finished(&scan).await["status"], "SUCCEEDED");
     assert_eq!((starts(&pay), starts(&scan)), (1, 2));
 }

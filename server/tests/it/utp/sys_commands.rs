@@ -37,6 +37,7 @@ async fn every_command_that_cannot_be_answered_becomes_a_dead_letter() {
         ("cg.v1r3.default.u_7.cmd.sys.pmo.internal.make_coffee", b"{}"),
         ("cg.v1r3.default.public.cmd.sys.pmo.other.deep.down", b"\xff\xfe"),
         ("cg.v1r3.default.public.cmd.sys.judge.retry", b""),
+        ("cg.v1r3.default.public.cmd.sys.judge", b"{}"),
     ] {
         peer.command(subject, body.to_vec()).await;
         let dead = wait_for_dead_letter(&api, subject).await;

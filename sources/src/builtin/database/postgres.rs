@@ -184,7 +184,7 @@ impl PostgresDatabase {
         let transaction = start.await.map_err(|error| self.fault(&error))?;
         let byte_limit_hit = Arc::clone(&session.byte_limit_hit);
         let result = self.run_statement(&transaction, args, &byte_limit_hit).await;
-        // Nothing can have been written; if it was, the rollback undoes it.
+        // The transaction is read-only; if a statement wrote anyway, the rollback undoes it.
         let _ = transaction.rollback().await;
         result
     }

@@ -1,7 +1,7 @@
 //! Reads a SQLite file.
 //!
-//! Three independent locks keep a statement from writing, none of which depends on its text: the
-//! file is opened read-only, the connection is set to `query_only`, and SQLite asks
+//! Three independent safeguards keep a statement from writing, none of which depends on its text:
+//! the file is opened read-only, the connection is set to `query_only`, and SQLite asks
 //! [`authorize_action`] about every action while it prepares a statement. A connection lives for
 //! one query, so an idle server holds none and no setting of one query reaches the next.
 
@@ -47,8 +47,8 @@ const DESCRIBING: [&str; 9] = [
 /// Functions whose running time grows with the product of two values' lengths, within one step of
 /// SQLite, which cannot be interrupted: see [`MAX_SLOW`].
 const SLOW: [&str; 6] = ["instr", "replace", "trim", "ltrim", "rtrim", "unhex"];
-/// Maximum number of them in one statement. Together with the limit on values it bounds the cost
-/// that a canceled query still causes.
+/// Maximum number of calls of [`SLOW`] functions in one statement. Together with the limit on
+/// values it bounds the cost that a canceled query still causes.
 const MAX_SLOW: usize = 16;
 /// Maximum size of a value in bytes.
 const MAX_VALUE: i32 = 512 * 1024;
@@ -122,8 +122,8 @@ fn open(
     deadline: Instant,
     denied: &Arc<OnceLock<String>>,
 ) -> rusqlite::Result<Connection> {
-    // Without the URI flag. SQLite is built to accept `file:` anyway, but only an operator can set
-    // it.
+    // Opens the file without the URI flag. This build of SQLite accepts `file:` paths even so, but
+    // only an operator can set the path.
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let mut connection = Connection::open_with_flags(path, flags)?;
     let _ = stop.interrupt.set(connection.get_interrupt_handle());

@@ -32,7 +32,7 @@ pub struct OpenMeteoClient {
 /// Context of every request of one call.
 pub struct WeatherRequestContext {
     pub deadline: Instant,
-    /// Sent along, so that the service can take part in the call's trace.
+    /// The trace of the call, sent with each request so that the service can take part in it.
     pub traceparent: Option<TraceParent>,
 }
 

@@ -22,7 +22,7 @@ pub struct PlaceInRegion {
     pub has_explicit_region: bool,
 }
 
-/// Maximum length of a place's name.
+/// Maximum length of a place's name in characters.
 const MAX_NAME: usize = 100;
 
 /// Words that stand right before a place.

@@ -62,8 +62,8 @@ fn uncertain_outcome_fault(attempt: &Attempt, message: String) -> Fault {
     }
 }
 
-/// Returns the fault for a call that needs another revision of MCP, in which the upstream is spoken
-/// to from now on. The tool may have taken effect before it asked.
+/// Returns the fault for a call that needs another revision of MCP, which Toolcrib uses with the
+/// upstream from now on. The tool may have taken effect before it sent its elicitation.
 pub(super) fn other_revision_fault(name: &str, attempt: &Attempt, text: &str) -> Fault {
     let text: String = text.chars().take(400).collect();
     let message = format!(
@@ -113,8 +113,8 @@ fn http_refusal_fault(name: &str, attempt: &Attempt, error: &ServiceError) -> Op
 /// Error code with which a server of revision 2025-11-25 requires URLs to be opened first.
 const URL_ELICITATION_REQUIRED: i32 = -32042;
 
-/// Returns those URLs as elicitations. The tool has not started, and is called again once they were
-/// opened.
+/// Returns the URLs that an error requires to be opened, as elicitations. The tool has not started,
+/// and is called again once they were opened.
 pub(super) fn url_elicitations(error: &ErrorData) -> Option<Map<String, Value>> {
     let data = error.data.as_ref().filter(|_| error.code.0 == URL_ELICITATION_REQUIRED)?;
     let elicitations = data.get("elicitations")?.as_array()?.iter();

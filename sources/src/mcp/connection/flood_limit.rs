@@ -17,7 +17,7 @@ use super::server_requests::McpClientHandler;
 const UNSOLICITED_BURST: f64 = 5_000.0;
 const UNSOLICITED_PER_SECOND: f64 = 500.0;
 
-/// Maximum time for closing the transport in order.
+/// Maximum time for an orderly close of the transport.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Set when Toolcrib closes a connection because the upstream floods it.
@@ -37,7 +37,8 @@ impl FloodFlag {
 pub(super) struct FloodLimitedTransport<T> {
     inner: T,
     flood_flag: FloodFlag,
-    /// Records which requests are answered, including those without a waiting caller.
+    /// Records which requests are answered, including those without a waiting caller, and gets log
+    /// messages in their order.
     handler: Arc<McpClientHandler>,
     budget: f64,
     refilled_at: Instant,
@@ -90,6 +91,9 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T
         if is_unsolicited && !self.take_budget() {
             *self.flood_flag.0.lock() = true;
             return None;
+        }
+        if let JsonRpcMessage::Notification(notification) = &message {
+            self.handler.report_log(&notification.notification);
         }
         let answered = match &message {
             JsonRpcMessage::Response(answer) => Some(&answer.id),

@@ -1,5 +1,5 @@
-//! The resources of an upstream whose changes MCP clients follow. They are subscribed to again on
-//! every new connection.
+//! The resources of an upstream to whose changes MCP clients have subscribed. Toolcrib subscribes
+//! to them again on every new connection.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,8 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-/// Maximum number of followed resources of one upstream. Above it, the oldest is given up.
+/// Maximum number of followed resources of one upstream. Above it, the oldest one is dropped: a new
+/// connection does not subscribe to it.
 const MAX_FOLLOWED_RESOURCES: usize = 1_000;
 
 /// The URIs of the followed resources.

@@ -235,7 +235,7 @@ impl McpPostRequest<'_> {
     }
 
     /// Returns the start of a response, without the credentials of the request. They are redacted
-    /// before the text is cut, because a part of one would not be recognized.
+    /// before the text is truncated, because a part of one would not be recognized.
     fn body_excerpt(&self, body: &[u8]) -> String {
         if body.len() > MAX_REDACTED_BYTES {
             return format!("a response of {} bytes", body.len());

@@ -1,5 +1,5 @@
-//! Handles the messages that an upstream sends on its own: progress, change notifications and
-//! elicitations, including the attribution of each elicitation to a call.
+//! Handles the messages that an upstream sends on its own: progress, log messages, change
+//! notifications and elicitations, including the attribution of each elicitation to a call.
 
 // Logging belongs to the legacy revisions, whose servers still use it.
 #![allow(deprecated)]
@@ -11,17 +11,19 @@ use parking_lot::Mutex;
 use rmcp::model::{
     ClientCapabilities, ClientConfig, ElicitRequest, ElicitRequestParams, ElicitResult,
     ElicitationAction, ElicitationCapability, FormElicitationCapability, Implementation,
-    InputRequest, JsonObject, LoggingMessageNotificationParam, ProgressNotificationParam,
-    ProgressToken, ProtocolVersion, RequestId, ResourceUpdatedNotificationParam,
-    UrlElicitationCapability,
+    InputRequest, JsonObject, LoggingLevel, LoggingMessageNotificationParam,
+    ProgressNotificationParam, ProgressToken, ProtocolVersion, RequestId,
+    ResourceUpdatedNotificationParam, ServerNotification, UrlElicitationCapability,
 };
 use rmcp::service::{InboundStreamOrigin, NotificationContext, RequestContext};
 use rmcp::{ClientHandler, ErrorData, RoleClient};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
 use tokio::time::Instant;
 use toolcrib::AttemptProgress;
 use toolcrib::ports::source::ProgressSink;
+
+use super::log_messages::{UpstreamLogLevel, log_to_progress};
 
 /// Maximum time that an elicitation may arrive before its call is registered.
 const MAX_EARLY_ARRIVAL: Duration = Duration::from_secs(5);
@@ -32,6 +34,9 @@ const ABANDONED_CALL_GRACE: Duration = Duration::from_secs(2);
 
 /// Maximum number of abandoned calls that are remembered by id.
 const MAX_REMEMBERED_ABANDONED: usize = 256;
+
+/// Maximum number of log messages that are kept until their call is registered.
+const MAX_EARLY_LOGS: usize = 64;
 
 /// A change at an upstream that does not concern its tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +64,8 @@ pub enum UpstreamCallEvent {
 /// A call in flight.
 struct InFlightUpstreamCall {
     progress: ProgressSink,
+    /// The level of log messages that the request asks for.
+    log_level: Option<LoggingLevel>,
     events: mpsc::UnboundedSender<UpstreamCallEvent>,
     /// `true` while it waits for an answer, and so cannot have sent another elicitation.
     awaits_answer: bool,
@@ -93,8 +100,21 @@ struct AttributionCounts {
     unattributed: usize,
 }
 
+impl InFlightUpstreamCall {
+    /// Returns true if the request asks for messages of this level.
+    fn wants_log(&self, level: LoggingLevel) -> bool {
+        self.log_level.is_some_and(|least| level as u8 >= least as u8)
+    }
+}
+
 /// Handles the messages of one connection.
 pub struct McpClientHandler {
+    /// Name of the upstream.
+    name: String,
+    /// The level of the upstream's log messages.
+    pub log_level: UpstreamLogLevel,
+    /// Log messages that may belong to the call that is being sent.
+    early_logs: Mutex<Vec<LoggingMessageNotificationParam>>,
     calls: Mutex<HashMap<RequestId, InFlightUpstreamCall>>,
     abandoned: Mutex<AbandonedCalls>,
     progress_tokens: Mutex<HashMap<ProgressToken, RequestId>>,
@@ -107,8 +127,11 @@ pub struct McpClientHandler {
 }
 
 impl McpClientHandler {
-    pub fn new(changes: broadcast::Sender<UpstreamChange>) -> Arc<Self> {
+    pub fn new(name: &str, changes: broadcast::Sender<UpstreamChange>) -> Arc<Self> {
         Arc::new(Self {
+            name: name.to_owned(),
+            log_level: UpstreamLogLevel::default(),
+            early_logs: Mutex::default(),
             calls: Mutex::default(),
             abandoned: Mutex::default(),
             progress_tokens: Mutex::default(),
@@ -125,10 +148,13 @@ impl McpClientHandler {
         id: RequestId,
         token: ProgressToken,
         progress: ProgressSink,
+        log_level: Option<LoggingLevel>,
     ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
         let (sender, receiver) = mpsc::unbounded_channel();
+        let early_logs = std::mem::take(&mut *self.early_logs.lock());
         let call = InFlightUpstreamCall {
             progress,
+            log_level,
             events: sender,
             awaits_answer: false,
             is_marked_ambiguous: false,
@@ -137,7 +163,42 @@ impl McpClientHandler {
         self.calls.lock().insert(id.clone(), call);
         self.progress_tokens.lock().insert(token.clone(), id.clone());
         self.calls_changed.notify_waiters();
+        for message in &early_logs {
+            self.report_to_only_call(message);
+        }
         (UpstreamCallGuard { handler: self.clone(), id, token, ended: false }, receiver)
+    }
+
+    /// Reports a log message to the call that it belongs to, before the response to the call is
+    /// read. Other notifications are handled in their own time.
+    pub fn report_log(&self, notification: &ServerNotification) {
+        let ServerNotification::LoggingMessageNotification(log) = notification else { return };
+        let is_early = self.calls.lock().is_empty() && self.attribution.lock().sending == 1;
+        let mut early_logs = self.early_logs.lock();
+        match is_early {
+            true if early_logs.len() < MAX_EARLY_LOGS => early_logs.push(log.params.clone()),
+            true => {}
+            false => {
+                drop(early_logs);
+                self.report_to_only_call(&log.params);
+            }
+        }
+    }
+
+    /// Reports a log message to the only call in flight, if that asks for it. A message does not
+    /// name its call: with several calls it might be another caller's, and is reported to none.
+    fn report_to_only_call(&self, message: &LoggingMessageNotificationParam) {
+        let progress = {
+            let calls = self.calls.lock();
+            if calls.len() != 1 || self.abandoned.lock().count() > 0 {
+                return;
+            }
+            let call = calls.values().find(|call| call.wants_log(message.level));
+            call.map(|call| call.progress.clone())
+        };
+        if let Some(progress) = progress {
+            progress(log_to_progress(&self.name, message));
+        }
     }
 
     /// Records that the upstream has responded to a request.
@@ -183,6 +244,7 @@ impl McpClientHandler {
                 let mut turns = self.attribution.lock();
                 if turns.unattributed == 0 {
                     turns.sending += 1;
+                    self.early_logs.lock().clear();
                     return SendPermit(self.clone());
                 }
             }
@@ -194,9 +256,10 @@ impl McpClientHandler {
     ///
     /// It is the call on whose stream the elicitation arrived. Without streams the protocol does
     /// not identify the call, so it must be the only candidate. A call that waits for an answer is
-    /// no candidate. The other candidates, including abandoned calls, are waited for until one is
-    /// left. If there are as many unattributed elicitations as candidates, attribution is
-    /// impossible, and none of them is delivered: it might be another caller's question.
+    /// no candidate, unless it is the only call. The elicitation waits until one candidate is left;
+    /// abandoned calls count as candidates. If there are as many unattributed elicitations as
+    /// candidates, attribution is impossible, and none of the elicitations is delivered: each might
+    /// be for another caller.
     fn find_owner(&self, origin: Option<&InboundStreamOrigin>) -> Option<ElicitationOwner> {
         let mut calls = self.calls.lock();
         if let Some(InboundStreamOrigin::OutboundRequest(id)) = origin {
@@ -221,8 +284,8 @@ impl McpClientHandler {
                 call.awaits_answer = true;
                 Some(ElicitationOwner::Known((*id).clone(), call.events.clone()))
             }
-            // It belongs to an abandoned call, or to one that is being abandoned, so no caller can
-            // answer it.
+            // The elicitation belongs to an abandoned call, or to one that is being abandoned, so
+            // no caller can answer it.
             (rest, _) if rest.iter().all(|(_, call)| call.is_marked_ambiguous) => {
                 Some(ElicitationOwner::Unknown)
             }
@@ -309,7 +372,7 @@ struct UnattributedElicitation<'a>(&'a McpClientHandler);
 impl<'a> UnattributedElicitation<'a> {
     fn new(handler: &'a McpClientHandler) -> Self {
         handler.attribution.lock().unattributed += 1;
-        // Wakes the elicitations that wait, so that they see one more candidate.
+        // Wakes the elicitations that wait, so that they count one more unattributed one.
         handler.calls_changed.notify_waiters();
         Self(handler)
     }
@@ -374,18 +437,6 @@ pub(super) fn to_progress(notification: ProgressNotificationParam) -> AttemptPro
         data.insert("total".to_owned(), total.into());
     }
     AttemptProgress { percent, message: notification.message, data: Some(Value::Object(data)) }
-}
-
-/// Converts a log message of a tool, in JSON, to Toolcrib's form, with the upstream's name before
-/// the logger's.
-pub(super) fn log_to_progress(upstream: &str, message: &str) -> Option<AttemptProgress> {
-    let message: LoggingMessageNotificationParam = serde_json::from_str(message).ok()?;
-    let logger = match &message.logger {
-        Some(logger) => format!("{upstream}.{logger}"),
-        None => upstream.to_owned(),
-    };
-    let log = json!({ "level": message.level, "logger": logger, "data": message.data });
-    Some(AttemptProgress { percent: None, message: None, data: Some(json!({ "log": log })) })
 }
 
 /// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks, and
@@ -485,12 +536,12 @@ mod tests {
         n: i64,
     ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
         let id = NumberOrString::Number(n);
-        handler.register_call(id.clone(), ProgressToken(id), Arc::new(|_| {}))
+        handler.register_call(id.clone(), ProgressToken(id), Arc::new(|_| {}), None)
     }
 
     #[tokio::test]
     async fn no_call_is_sent_while_an_elicitation_is_ambiguous() {
-        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        let handler = McpClientHandler::new("x", broadcast::channel(1).0);
         let (mut first_call, _) = register_numbered_call(&handler, 1);
         let (_second_call, mut second_events) = register_numbered_call(&handler, 2);
         let mut delivery = Box::pin(handler.deliver_elicitation(json!("who?"), None));
@@ -511,7 +562,7 @@ mod tests {
     }
     #[tokio::test]
     async fn an_elicitation_of_an_abandoned_call_goes_to_no_other_call() {
-        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        let handler = McpClientHandler::new("x", broadcast::channel(1).0);
         let (canceled, _) = register_numbered_call(&handler, 1);
         drop(canceled);
         assert_eq!(
@@ -546,7 +597,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_record_of_abandoned_calls_is_bounded() {
-        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        let handler = McpClientHandler::new("x", broadcast::channel(1).0);
         for n in 0..MAX_REMEMBERED_ABANDONED as i64 + 10 {
             drop(register_numbered_call(&handler, n));
         }
@@ -555,5 +606,48 @@ mod tests {
             (abandoned.ids.len(), abandoned.count()),
             (MAX_REMEMBERED_ABANDONED, MAX_REMEMBERED_ABANDONED + 10)
         );
+    }
+
+    #[test]
+    fn a_log_message_reaches_the_only_call_that_asks_for_its_level() {
+        let handler = McpClientHandler::new("disk", broadcast::channel(1).0);
+        let logged: Arc<Mutex<Vec<Value>>> = Arc::default();
+        let register = |n: i64, level: Option<LoggingLevel>| {
+            let (id, logged) = (NumberOrString::Number(n), logged.clone());
+            let sink: ProgressSink = Arc::new(move |report: AttemptProgress| {
+                logged.lock().push(report.data.unwrap()["log"].clone());
+            });
+            handler.register_call(id.clone(), ProgressToken(id), sink, level).0
+        };
+        let log = |level: LoggingLevel| {
+            let param = LoggingMessageNotificationParam::new(level, json!("x"));
+            let notification = rmcp::model::LoggingMessageNotification::new(param);
+            handler.report_log(&ServerNotification::LoggingMessageNotification(notification));
+        };
+        let mut first = register(1, Some(LoggingLevel::Warning));
+        log(LoggingLevel::Info);
+        log(LoggingLevel::Error);
+        assert_eq!(*logged.lock(), [json!({ "level": "error", "logger": "disk", "data": "x" })]);
+        // With two calls in flight, the message may be that of the other caller.
+        let mut second = register(2, Some(LoggingLevel::Warning));
+        log(LoggingLevel::Error);
+        assert_eq!(logged.lock().len(), 1);
+        first.mark_ended();
+        drop(first);
+        log(LoggingLevel::Error);
+        assert_eq!(logged.lock().len(), 2);
+        second.mark_ended();
+        drop(second);
+        // A message can arrive before the call that is being sent is registered.
+        let permit = handler.acquire_send_permit().now_or_never().unwrap();
+        log(LoggingLevel::Error);
+        assert_eq!(logged.lock().len(), 2);
+        let third = register(3, Some(LoggingLevel::Debug));
+        drop(permit);
+        assert_eq!(logged.lock().len(), 3);
+        drop(third);
+        let _quiet = register(4, None);
+        log(LoggingLevel::Emergency);
+        assert_eq!(logged.lock().len(), 3, "a request that asks for none gets none");
     }
 }

@@ -22,8 +22,9 @@ use toolcrib_protocol::sse::SseParser;
 
 use super::authorized_client::AuthorizedClient;
 use super::http_error::root_cause;
+use super::log_messages::log_to_progress;
 use super::message_limit::{BodyError, MAX_MESSAGE_BYTES, read_body};
-use super::server_requests::{client_config, log_to_progress, to_progress};
+use super::server_requests::{client_config, to_progress};
 
 const REVISION: &str = "2026-07-28";
 
@@ -107,8 +108,8 @@ impl StatelessCallClient {
         Some(Self { client, url, headers, client_meta: about_us, next_id: AtomicU64::new(1) })
     }
 
-    /// Returns `true` if a tool with this name can be called here: a header carries only these
-    /// characters unencoded.
+    /// Returns `true` if a tool with this name can be called here: the `mcp-name` header carries
+    /// only visible ASCII characters unencoded.
     pub(in crate::mcp) fn supports_tool_name(name: &str) -> bool {
         name.bytes().all(|byte| byte.is_ascii_graphic())
     }
@@ -124,7 +125,8 @@ impl StatelessCallClient {
         let trace = attempt.traceparent.as_ref();
         let trace = trace.map(|trace| format!(",\"traceparent\":\"{trace}\"")).unwrap_or_default();
         let about = &self.client_meta;
-        // An object without its braces. The fields of the protocol come last and take precedence.
+        // The caller's `_meta` without its braces. The fields of the protocol follow it, and take
+        // precedence.
         let passed = attempt.meta.as_ref().map(|meta| meta.text().trim());
         let passed = passed.and_then(|text| text.strip_prefix('{')?.strip_suffix('}'));
         let passed = passed.filter(|text| !text.trim().is_empty());
@@ -200,7 +202,8 @@ impl SentRequest<'_> {
             }
             Some("notifications/message") => {
                 let upstream = self.tool.split('.').next().unwrap_or_default();
-                log_to_progress(upstream, params.get())
+                let read = serde_json::from_str(params.get());
+                read.ok().map(|message| log_to_progress(upstream, &message))
             }
             _ => None,
         };

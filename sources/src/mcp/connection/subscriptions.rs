@@ -178,7 +178,7 @@ mod tests {
         let serving = tokio::spawn(async move {
             rmcp::serve_server(ServerWithoutCapabilities, server_end).await.unwrap()
         });
-        let handler = McpClientHandler::new(broadcast::channel(1).0);
+        let handler = McpClientHandler::new("x", broadcast::channel(1).0);
         let mode = ClientLifecycleMode::Auto {
             preferred_versions: vec![ProtocolVersion::V_2026_07_28],
             legacy_version: None,

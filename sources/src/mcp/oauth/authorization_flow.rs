@@ -51,7 +51,7 @@ impl Authorizer {
                     grant.filter(|grant| self.matches_settings(grant)).unwrap_or_default();
                 self.credentials.set(credential.credentials.clone());
                 let token = credential.credentials.as_ref().and_then(AccessToken::from_credentials);
-                // It was stored because it was valid once.
+                // A stored token counts as accepted, because it was valid once.
                 token.iter().for_each(AccessToken::mark_accepted);
                 *self.current_token.lock() = token;
                 inner.credential = credential;
@@ -212,8 +212,9 @@ impl Authorizer {
         Ok(ClientRegistration { issuer, client_id, client_secret, redirect_uri })
     }
 
-    /// Returns the scopes to request: the configured ones or those the upstream requires, plus
-    /// those granted and requested before.
+    /// Returns the scopes to request: the configured ones, or, if none is configured, those that
+    /// the upstream requires at first. With `more` scopes that a challenge names, adds these and
+    /// the scopes that were granted and requested before.
     async fn select_scopes(
         &self,
         inner: &AuthorizerState,

@@ -44,7 +44,8 @@ pub(super) struct UpstreamCredential {
     pub(super) client: Option<ClientRegistration>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) credentials: Option<StoredCredentials>,
-    /// Every scope that was ever requested. None of them is requested a second time.
+    /// Every scope that was ever requested. If the upstream requires only scopes among them, the
+    /// authorization has failed and is not repeated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[serde(rename = "asked")]
     pub(super) requested_scopes: Vec<String>,
@@ -54,7 +55,7 @@ pub(super) struct UpstreamCredential {
 #[derive(Clone)]
 pub(super) struct AccessToken {
     pub(super) value: Arc<str>,
-    /// Time at which to renew it, or `None` if the issuer does not tell its lifetime.
+    /// Time at which to renew it, or `None` if the issuer does not state its lifetime.
     pub(super) renew_ms: Option<u64>,
     /// `true` once the upstream has accepted it.
     accepted: Arc<AtomicBool>,

@@ -13,7 +13,7 @@ use crate::mcp::settings::McpServerSettings;
 const BASE_VARIABLES: [&str; 10] =
     ["PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "TERM", "SYSTEMROOT"];
 
-/// Shorter values are not redacted: they would match in ordinary words.
+/// Values with fewer bytes are not redacted: they would match in ordinary words.
 const SHORT: usize = 6;
 
 /// Settings with all variables expanded, and the secrets to redact.

@@ -1,9 +1,10 @@
-//! The revision in which Toolcrib speaks to an upstream.
+//! The revision of MCP that Toolcrib uses with an upstream.
 //!
 //! Toolcrib prefers 2026-07-28. In that revision a server ends a call with its questions and is
 //! called again; a tool that instead asks in the middle of its call fails with the error that its
-//! request is invalid (`-32600`). Such an upstream is spoken to in 2025-11-25 from then on, where
-//! it can ask. Its stored tools record this, so that it holds after a restart.
+//! request is invalid (`-32600`). From then on Toolcrib uses 2025-11-25 with that upstream, a
+//! revision in which it can ask. The stored tools of the upstream record the choice, so that it
+//! holds after a restart.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -19,7 +20,7 @@ pub(in crate::mcp) struct RevisionChoice {
 }
 
 impl RevisionChoice {
-    /// Returns true if the upstream is to be spoken to in 2025-11-25.
+    /// Returns true if Toolcrib has to use 2025-11-25 with the upstream.
     pub(in crate::mcp) fn requires_legacy(&self) -> bool {
         self.requires_legacy.load(Ordering::Acquire)
     }
@@ -50,7 +51,7 @@ impl RevisionChoice {
         }
     }
 
-    /// Waits until the upstream is to be spoken to in 2025-11-25.
+    /// Waits until Toolcrib has to use 2025-11-25 with the upstream.
     pub(super) async fn wait_until_legacy(&self) {
         loop {
             let changed = self.changed.notified();

@@ -102,8 +102,8 @@ impl UpstreamServer {
         }
     }
 
-    /// Waits until a person has signed in. Renews the sign-in link before it expires, so that the
-    /// shown link always works.
+    /// Waits until a person has signed in. Replaces the sign-in link when it expires, so that the
+    /// status shows a link that works.
     async fn wait_for_sign_in(&self, requested: u64) {
         let Some(authorizer) = &self.authorizer else { return };
         let name = &self.settings.name;
@@ -174,7 +174,7 @@ impl UpstreamServer {
         {
             authorizer.clear_failure();
         }
-        let handler = McpClientHandler::new(self.changes.clone());
+        let handler = McpClientHandler::new(&self.settings.name, self.changes.clone());
         let options = UpstreamConnectOptions {
             settings: &self.settings,
             resolved,
@@ -185,8 +185,8 @@ impl UpstreamServer {
             legacy_handshake: older || self.settings.older || self.revision.requires_legacy(),
             limit: self.connect_timeout(),
         };
-        // Only connecting may be dropped at any point: an established connection is shut down in
-        // order.
+        // Only a connection attempt may be dropped at any point. An established connection is shut
+        // down in an orderly way.
         let connected = tokio::select! {
             connected = UpstreamConnection::connect(options) => connected,
             () = self.stop.cancelled() => return (false, "it was removed".to_owned()),
@@ -265,7 +265,8 @@ impl UpstreamServer {
         }
     }
 
-    /// Waits until the upstream is to be spoken to in another revision, and no call is in flight.
+    /// Waits until Toolcrib has to use another revision with the upstream, and no call is in
+    /// flight.
     async fn wait_for_other_revision(&self, handler: &McpClientHandler) {
         self.revision.wait_until_legacy().await;
         handler.wait_until_idle().await;
@@ -327,7 +328,7 @@ impl UpstreamServer {
         limit_exceeded.map(|(_, reason)| reason.clone())
     }
 
-    /// Returns `true` if the upstream responds. Silence counts as unresponsive.
+    /// Returns `true` if the upstream responds in time. An error response counts as a response.
     async fn is_responsive(&self, peer: &Peer<RoleClient>) -> bool {
         match tokio::time::timeout(
             self.connect_timeout().min(LIVENESS_TIMEOUT),

@@ -37,7 +37,8 @@ pub(super) fn build_body(prompt: &ModelRequest, max_tokens: u32, native_search: 
     if let Some(user) = settings.get("user").and_then(Value::as_str) {
         body["metadata"] = json!({ "user_id": user });
     }
-    let mut tools: Vec<Value> = prompt.tools.iter().filter_map(convert_tool).collect();
+    let mut tools: Vec<Value> =
+        prompt.tools.iter().filter_map(|tool| convert_tool(&tool.to_value())).collect();
     for tool in tools.iter_mut().filter(|_| native_search) {
         if prompt.found_tools.iter().any(|found| tool["name"] == found.name.as_str()) {
             tool["defer_loading"] = true.into();
@@ -124,7 +125,8 @@ fn convert_messages(prompt: &ModelRequest, native_search: bool) -> (String, Vec<
         }
     }
     system.extend(prompt.guidance.clone());
-    // The state of the calls differs in every request. At the end it leaves the prefix unchanged.
+    // The state of the calls differs in every request. It comes last, so that the cached prefix of
+    // the prompt stays unchanged.
     if let Some(state) = &prompt.pending_state {
         let block = json!({ "type": "text", "text": state });
         match turns.last_mut() {

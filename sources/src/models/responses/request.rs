@@ -20,10 +20,10 @@ pub(super) fn build_body(
     if let (Some(max_tokens), false) = (max_tokens, body.contains_key("max_output_tokens")) {
         body.insert("max_output_tokens".into(), max_tokens.into());
     }
-    let tools = prompt.tools.iter().filter(|tool| {
+    let tools = prompt.tools.iter().map(toolcrib::Json::to_value).filter(|tool| {
         search.is_none() || !prompt.found_tools.iter().any(|found| is_named(tool, &found.name))
     });
-    let tools: Vec<Value> = tools.filter_map(|tool| convert_tool(tool, search)).collect();
+    let tools: Vec<Value> = tools.filter_map(|tool| convert_tool(&tool, search)).collect();
     if tools.is_empty() {
         body.remove("tool_choice");
         body.remove("parallel_tool_calls");
@@ -141,8 +141,9 @@ fn search_call(id: &str, arguments: &Value) -> Value {
 fn search_output(prompt: &ModelRequest, id: &str) -> Value {
     let found = prompt.found_tools.iter().filter(|found| found.call_id == id);
     let definitions = found.filter_map(|found| {
-        let tool = prompt.tools.iter().find(|tool| is_named(tool, &found.name))?;
-        let mut tool = convert_tool(tool, None)?;
+        let mut tools = prompt.tools.iter().map(toolcrib::Json::to_value);
+        let tool = tools.find(|tool| is_named(tool, &found.name))?;
+        let mut tool = convert_tool(&tool, None)?;
         tool["defer_loading"] = true.into();
         Some(tool)
     });

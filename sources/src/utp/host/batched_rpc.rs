@@ -64,8 +64,8 @@ pub(super) fn is_unanswered(error: &RequestError) -> bool {
 }
 
 impl HostRpcClient {
-    /// Asks for no card, again and again until a server answers. The reply is an error, and shows
-    /// that cards can be read.
+    /// Sends a request without card ids until a server answers. The reply is an error, but it shows
+    /// that a server answers requests for cards.
     pub(super) async fn wait_for_server(&self, project: &str) {
         let subject =
             format!("cg.{}.{project}.public.rpc.sys.cards.get", self.connection.version());

@@ -154,7 +154,7 @@ impl<E: BatchRpc> CoalescerShared<E> {
         answers
     }
 
-    /// The same with a nameable type, because `run_worker` starts itself recursively.
+    /// Returns the future of `run_worker` boxed, because `run_worker` starts itself recursively.
     fn run_worker_boxed(self: Arc<Self>, prefix: String) -> BoxFuture<'static, ()> {
         self.run_worker(prefix).boxed()
     }

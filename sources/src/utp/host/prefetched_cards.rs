@@ -32,7 +32,7 @@ struct PrefetchedCard {
 #[derive(Default)]
 struct PrefetchCache {
     cards: HashMap<String, PrefetchedCard>,
-    /// In order of arrival, with their sizes.
+    /// The time, id and size of each card, in order of arrival.
     order: VecDeque<(Instant, String, usize)>,
     bytes: usize,
 }

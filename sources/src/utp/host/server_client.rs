@@ -65,7 +65,7 @@ pub(super) struct CardArguments {
     pub(super) meta: Value,
     /// True if the call has already ended.
     pub(super) is_call_ended: bool,
-    /// True if the server knows that this host has taken the call.
+    /// True if this host has acknowledged the call to the server.
     pub(super) is_announced: bool,
 }
 
@@ -161,7 +161,7 @@ impl ServerClient {
         Ok(CardArguments { is_announced: true, ..Self::parse_card(command, card, ended)? })
     }
 
-    /// Requests a card that is already known, so that the server learns that the call was taken.
+    /// Requests a card that is already known: the request acknowledges the call to the server.
     pub(super) async fn announce_start(&self, command: &ReceivedCommand) {
         self.cards.request(Self::subject_prefix(command), Self::card_request(command)).await;
     }

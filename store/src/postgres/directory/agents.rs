@@ -113,6 +113,15 @@ impl AgentStore for PostgresStore {
         .await
     }
 
+    async fn count_boxes(&self, project: &str) -> Result<usize, StoreError> {
+        let sql = "SELECT count(*) FROM card_boxes WHERE project = $1";
+        let session = self.pool.acquire().await?;
+        let read = |row: &tokio_postgres::Row| row.unsigned(0);
+        let count = session.query_map(sql, &[&project], read).await;
+        let count = count.map_err(SessionError::into_store_error)?.pop();
+        Ok(count.unwrap_or_default() as usize)
+    }
+
     async fn card_box(&self, project: &str, box_id: &str) -> Result<Option<CardBox>, StoreError> {
         let sql = "SELECT body FROM card_boxes WHERE project = $1 AND box_id = $2";
         let session = self.pool.acquire().await?;

@@ -112,7 +112,7 @@ pub(in crate::postgres) async fn insert_audit_entry(
 }
 
 async fn read_chain(session: &Session) -> Result<AuditChain, SessionError> {
-    // One statement, so that all of it is of one commit.
+    // One statement, so that all values are of the same commit.
     let sql = "SELECT head.number, head.hash, head.entries, pruned.number, pruned.hash, \
                pruned.entries, (SELECT coalesce(max(number), 0) FROM audit) \
                FROM audit_chain head, audit_chain pruned \
@@ -147,7 +147,8 @@ async fn prune(
 ) -> Result<usize, SessionError> {
     let session = &writer.session;
     let time = |ms: u64| i64::try_from(ms).unwrap_or(i64::MAX);
-    // Up to the last old row before the first young one: the rest of the chain has no gap.
+    // Moves the checkpoint to the last old row before the first one that is to stay, so that the
+    // rest of the chain has no gap.
     let sql = "WITH old AS (SELECT number, hash FROM audit WHERE number <= (SELECT max(number) \
                FROM audit WHERE at_ms < $1 AND number < coalesce((SELECT min(number) FROM audit \
                WHERE at_ms >= $1 AND at_ms <= $2), 9223372036854775807)) \

@@ -162,7 +162,7 @@ pub(super) async fn deliver_to_inbox(
         let mut waiting: StepCall = decode(&row.text(1)?)?;
         waiting.result_card_id = Some(card_id.clone());
         waiting.inbox_id = Some(item.inbox_id.clone());
-        // Also when the item was put into the inbox before its step was stored.
+        // Links the item to its step call, also if the item was stored before the step.
         let sql = "UPDATE turn_calls SET inbox_id = $1, body = $2 WHERE number = $3";
         let params: SqlParams<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.integer(0)?];
         session.execute(sql, params).await?;

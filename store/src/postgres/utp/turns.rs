@@ -10,7 +10,8 @@ use super::{inbox, insert_outbox_messages};
 use crate::postgres::session::{Session, SessionError, SqlParams};
 use crate::row::encode;
 
-/// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
+/// Saves a turn with its step calls, inbox items and outbox messages, and adds a new turn to its
+/// tree of agents. Returns a conflict if the
 /// stored version is not the preceding one.
 pub(super) async fn save_turn(
     writer: &mut WriterConnection,
@@ -36,6 +37,10 @@ pub(super) async fn save_turn(
     ];
     if session.execute(sql, params).await? == 0 {
         return Ok(SaveResult::Conflict);
+    }
+    if let Some(root_id) = turn.tree_root_id().filter(|_| turn.version == 1) {
+        let sql = "INSERT INTO run_tree VALUES ($1, $2, $3) ON CONFLICT DO NOTHING";
+        session.execute(sql, &[&turn.project, &root_id, &turn.turn_id]).await?;
     }
     for step_call in &change.step_calls {
         insert_step_call(session, step_call).await?;
@@ -135,10 +140,15 @@ pub(super) async fn purge_utp(
          WHERE inbox_id IS NOT NULL ORDER BY number LIMIT $2) \
          AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.project = turn_calls.project \
          AND t.turn_id = turn_calls.turn_id AND t.updated_ms >= $1::bigint)",
-        "DELETE FROM turns WHERE (project, turn_id) IN (SELECT project, turn_id FROM turns \
+        "WITH old AS (SELECT project, turn_id FROM turns WHERE (project, turn_id) IN \
+         (SELECT project, turn_id FROM turns \
          WHERE updated_ms < $1::bigint ORDER BY updated_ms LIMIT $2) \
          AND NOT EXISTS (SELECT 1 FROM turn_calls c \
-         WHERE c.project = turns.project AND c.turn_id = turns.turn_id)",
+         WHERE c.project = turns.project AND c.turn_id = turns.turn_id)), \
+         tree AS (DELETE FROM run_tree r USING old \
+         WHERE r.project = old.project AND r.run_id = old.turn_id) \
+         DELETE FROM turns USING old \
+         WHERE turns.project = old.project AND turns.turn_id = old.turn_id",
     ] {
         count += writer.session.execute(sql, &[&before, &limit]).await?;
     }

@@ -115,6 +115,18 @@ impl AgentStore for SqliteStore {
         .await
     }
 
+    async fn count_boxes(&self, project: &str) -> Result<usize, StoreError> {
+        let project = project.to_owned();
+        self.read(move |connection| {
+            // The index is far smaller than the table, which contains the bodies.
+            let sql = "SELECT count(*) FROM card_boxes INDEXED BY card_boxes_by_time \
+                       WHERE project = ?1";
+            let count = query_map(connection, sql, params![project], |row| row.unsigned(0));
+            Ok(count?.pop().unwrap_or_default() as usize)
+        })
+        .await
+    }
+
     async fn card_box(&self, project: &str, box_id: &str) -> Result<Option<CardBox>, StoreError> {
         let (project, box_id) = (project.to_owned(), box_id.to_owned());
         self.read(move |connection| {

@@ -132,7 +132,8 @@ fn prune(
 ) -> rusqlite::Result<usize> {
     let time = |ms: u64| i64::try_from(ms).unwrap_or(i64::MAX);
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    // Up to the last old row before the first young one: the rest of the chain has no gap.
+    // Selects up to the last old row before the first one that is to stay, so that the rest of the
+    // chain has no gap.
     let mut select = connection.prepare_cached(
         "SELECT number, hash FROM audit WHERE number <= (SELECT max(number) FROM audit \
          WHERE at_ms < ?1 AND number < coalesce((SELECT min(number) FROM audit \

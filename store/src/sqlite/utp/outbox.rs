@@ -59,7 +59,7 @@ pub(super) fn deliver_to_inbox(
         let mut waiting: StepCall = decode_body(&text)?;
         waiting.result_card_id = Some(result_card_id.to_owned());
         waiting.inbox_id = Some(item.inbox_id.clone());
-        // Also when the item was put into the inbox before its step was stored.
+        // Links the item to its step call, also if the item was stored before the step.
         connection
             .prepare_cached("UPDATE turn_calls SET inbox_id = ?1, body = ?2 WHERE number = ?3")?
             .execute(params![item.inbox_id, encode_body(&waiting)?, number])?;
@@ -118,13 +118,28 @@ pub(super) fn purge_utp(
          WHERE inbox_id IS NOT NULL ORDER BY number LIMIT ?2) \
          AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.project = turn_calls.project \
          AND t.turn_id = turn_calls.turn_id AND t.updated_ms >= ?1)",
-        "DELETE FROM turns WHERE (project, turn_id) IN (SELECT project, turn_id FROM turns \
-         WHERE updated_ms < ?1 LIMIT ?2) AND NOT EXISTS (SELECT 1 FROM turn_calls c \
-         WHERE c.project = turns.project AND c.turn_id = turns.turn_id)",
     ] {
         count += connection.prepare_cached(sql)?.execute(bound)?;
     }
+    count += purge_turns(connection, before_ms, limit)?;
     Ok(count + purge_tool_versions(connection, before_ms, limit)?)
+}
+
+/// Deletes old turns whose step calls are deleted, with their places in trees of agents.
+fn purge_turns(connection: &Connection, before_ms: u64, limit: usize) -> rusqlite::Result<usize> {
+    let sql = "DELETE FROM turns WHERE (project, turn_id) IN (SELECT project, turn_id FROM turns \
+               WHERE updated_ms < ?1 LIMIT ?2) AND NOT EXISTS (SELECT 1 FROM turn_calls c \
+               WHERE c.project = turns.project AND c.turn_id = turns.turn_id) \
+               RETURNING project, turn_id";
+    let bound = params![i64::try_from(before_ms).unwrap_or(i64::MAX), limit as i64];
+    let mut delete = connection.prepare_cached(sql)?;
+    let deleted = delete.query_map(bound, |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let deleted: Vec<(String, String)> = deleted.collect::<Result<_, _>>()?;
+    let sql = "DELETE FROM run_tree WHERE project = ?1 AND run_id = ?2";
+    for (project, turn_id) in &deleted {
+        connection.prepare_cached(sql)?.execute([project, turn_id])?;
+    }
+    Ok(deleted.len())
 }
 
 /// Deletes tool definitions that were replaced before the oldest stored call was created.

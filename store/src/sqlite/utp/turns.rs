@@ -8,9 +8,9 @@ use toolcrib::ports::store::utp::TurnChange;
 use super::encode_body;
 use crate::sqlite::utp::outbox;
 
-/// Saves a turn with its step calls, inbox items and outbox messages, and marks the acknowledged
-/// inbox items as read. If the stored version is not the preceding one, changes nothing and returns
-/// a conflict.
+/// Saves a turn with its step calls, inbox items and outbox messages, adds a new turn to its tree
+/// of agents, and marks the acknowledged inbox items as read. If the stored version is not the
+/// preceding one, changes nothing and returns a conflict.
 pub(super) fn save_turn(
     connection: &Connection,
     turn: &Turn,
@@ -35,6 +35,11 @@ pub(super) fn save_turn(
             turn.version as i64,
             encode_body(turn)?
         ])?;
+    if let Some(root_id) = turn.tree_root_id().filter(|_| turn.version == 1) {
+        connection
+            .prepare_cached("INSERT OR IGNORE INTO run_tree VALUES (?1, ?2, ?3)")?
+            .execute([turn.project.as_str(), root_id, turn.turn_id.as_str()])?;
+    }
     for step_call in &change.step_calls {
         insert_step_call(connection, step_call)?;
     }

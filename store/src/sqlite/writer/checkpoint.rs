@@ -72,7 +72,7 @@ impl Checkpointer {
     /// Takes over the checkpoints of this connection from SQLite.
     pub(super) fn install(connection: &mut Connection, path: &Path) -> rusqlite::Result<Self> {
         let pages = Arc::new(AtomicU32::new(0));
-        // The first commit after a restart cuts a WAL that has become longer.
+        // The first commit after the WAL starts again truncates a file that has become longer.
         connection.pragma_update(None, "journal_size_limit", WAL_BYTES as i64)?;
         // Replaces SQLite's own hook, which runs the automatic checkpoints.
         let counted = pages.clone();
@@ -88,7 +88,8 @@ impl Checkpointer {
         let changes = u32::try_from(changes).unwrap_or(u32::MAX);
         self.changes = self.changes.saturating_add(changes);
         let pages = self.pages.load(Ordering::Relaxed);
-        // Without a checkpoint of this writer, the WAL starts again after one of another process.
+        // The WAL is short. It may have started again after a checkpoint of another process and not
+        // of this writer.
         if pages < RESTART_PAGES {
             self.due_at = RESTART_PAGES;
         } else if pages >= self.due_at && !self.run(connection, CheckpointMode::Restart) {

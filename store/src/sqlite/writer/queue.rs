@@ -25,9 +25,9 @@ pub(super) struct WriteQueue<T> {
 struct WriteQueueState<T> {
     items: VecDeque<T>,
     closed: bool,
-    /// The consumer sleeps and must be woken.
+    /// True if the consumer sleeps and must be woken.
     consumer_asleep: bool,
-    /// The consumer waits for announced items.
+    /// True if the consumer waits for announced items.
     consumer_expects_group: bool,
 }
 

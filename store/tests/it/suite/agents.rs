@@ -103,6 +103,12 @@ pub async fn a_box_is_read_back_and_purged(store: &dyn Store) {
     store.agents().put_box(new.clone()).await.unwrap();
     assert_eq!(store.agents().card_box("p", "b1").await.unwrap(), Some(new));
     assert_eq!(store.agents().card_box("q", "b1").await.unwrap(), None);
+    let count = async || {
+        let agents = store.agents();
+        (agents.count_boxes("p").await.unwrap(), agents.count_boxes("q").await.unwrap())
+    };
+    assert_eq!(count().await, (1, 0));
     store.purge(NOW + 1, 10).await.unwrap();
     assert_eq!(store.agents().card_box("p", "b1").await.unwrap(), None);
+    assert_eq!(count().await, (0, 0));
 }

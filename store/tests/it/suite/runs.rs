@@ -173,6 +173,10 @@ pub async fn runs_are_listed_newest_first_by_project_status_model_and_time(store
     assert_eq!(ids(RunFilter { model, ..all() }).await, ["run_4", "run_3"]);
     let since_ms = Some(NOW + 4);
     assert_eq!(ids(RunFilter { since_ms, ..all() }).await, ["run_4"]);
+    // Callers name the runs of their conversations.
+    create(store, &run("p", "session-1")).await;
+    create(store, &run("p", "Ärger")).await;
+    assert_eq!(ids(RunFilter::default()).await, ["Ärger", "session-1"]);
 }
 
 pub async fn open_runs_of_all_projects_are_read_in_pages(store: &dyn Store) {

@@ -191,6 +191,8 @@ pub async fn a_delegated_turn_is_stored_with_its_edges(store: &dyn Store) {
             tokens: Some(500),
             ..TurnLineage::default()
         },
+        used_calls: 3,
+        used_tokens: 120,
     };
     let status = TurnStatus::Dispatched;
     let dispatched = Turn { status, delegation: Some(Box::new(delegation)), ..turn("t1", 1) };
@@ -213,6 +215,52 @@ pub async fn a_delegated_turn_is_stored_with_its_edges(store: &dyn Store) {
     let again = Turn { version: 2, ..dispatched };
     assert_eq!(utp.save_turn(again, change()).await.unwrap(), SaveResult::Saved);
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item], "once");
+}
+
+pub async fn the_turns_of_a_tree_are_found_and_purged(store: &dyn Store) {
+    let utp = store.utp();
+    let delegated = |turn_id: &str, root_id: Option<&str>| {
+        let root_id = root_id.map(str::to_owned);
+        let lineage = TurnLineage { root_id, ..TurnLineage::default() };
+        let delegation = TurnDelegation {
+            call_id: "tc_1".into(),
+            attempt: 1,
+            parent_agent_id: "eve".into(),
+            parent_turn_id: "run_1".into(),
+            instruction_card_id: "task_1".into(),
+            deadline_ms: NOW,
+            lost_leases: 0,
+            status: None,
+            lineage,
+            used_calls: 0,
+            used_tokens: 0,
+        };
+        Turn { delegation: Some(Box::new(delegation)), ..turn(turn_id, 1) }
+    };
+    let elsewhere = Turn { project: "q".into(), ..delegated("turn_5", Some("run_1")) };
+    let all = [
+        delegated("turn_1", Some("run_1")),
+        delegated("turn_2", Some("run_1")),
+        delegated("turn_3", Some("run_9")),
+        delegated("turn_4", None),
+        elsewhere,
+    ];
+    for turn in &all {
+        utp.save_turn(turn.clone(), TurnChange::default()).await.unwrap();
+    }
+    let tree = async |after: Option<&str>, limit| {
+        let after = after.map(str::to_owned);
+        utp.tree_turns("p", "run_1", after, limit).await.unwrap()
+    };
+    assert_eq!(tree(None, 10).await, all[..2]);
+    assert_eq!(tree(None, 1).await, all[..1]);
+    assert_eq!(tree(Some("turn_1"), 10).await, all[1..2]);
+    let mut used = Turn { version: 2, updated_ms: NOW + 5, ..all[1].clone() };
+    used.delegation.as_mut().unwrap().used_calls = 2;
+    utp.save_turn(used.clone(), TurnChange::default()).await.unwrap();
+    assert_eq!(tree(None, 10).await, [all[0].clone(), used.clone()], "the newest state");
+    utp.purge_utp(NOW + 1, 10).await.unwrap();
+    assert_eq!(tree(None, 10).await, [used]);
 }
 
 pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {

@@ -1,5 +1,6 @@
-//! Examples in the OpenAPI document: each succeeds when it is sent as it is to a new server, in the
-//! order of the document, by the operator. The page at `/docs` fills its forms with them.
+//! Examples in the OpenAPI document: each succeeds when it is sent as it is to a new server, with
+//! the credentials that the document requires for it. The page at `/docs` fills its forms with
+//! them. The example that makes the first key comes last: from then on, every request needs a key.
 
 use serde_json::{Value, json};
 use utoipa::openapi::schema::Schema;

@@ -118,7 +118,6 @@ pub(super) async fn submit(
 
 /// The client that takes a call.
 #[derive(Deserialize, ToSchema)]
-#[schema(as = AckBody)]
 pub(super) struct CallAckBody {
     client_id: String,
     attempt: Option<u32>,

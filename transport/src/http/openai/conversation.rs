@@ -27,7 +27,8 @@ use toolcrib::runs::agent_loop::{
     check_pinned_tools,
 };
 use toolcrib::runs::{
-    ConversationCheckpoint, EndedConversation, SavedConversation, UndeliveredRequest,
+    ActiveConversation, ConversationCheckpoint, EndedConversation, SavedConversation,
+    UndeliveredRequest,
 };
 use toolcrib::{Caller, Engine};
 
@@ -52,7 +53,7 @@ pub(super) struct ConversationRequest {
     pub(super) caller: Caller,
     pub(super) fields: RequestFields,
     traceparent: Option<String>,
-    /// The API, and the body as text: a repeated request has the same.
+    /// The name of the API, and the body as text. They identify a repeated request.
     api: &'static str,
     body: String,
 }
@@ -227,7 +228,8 @@ impl OpenAiConversation {
         self.known_messages = checkpoint.known_messages;
         self.call_summaries = checkpoint.call_summaries;
         if let Some(agent) = checkpoint.active_agent {
-            // A model that is gone since then leaves the conversation to that of the request.
+            // If the model of this agent no longer exists, the model of the request continues the
+            // conversation.
             let _ = self.set_active_agent(*agent);
         }
         self.resumed_delivery = Some(delivery);
@@ -243,22 +245,41 @@ impl OpenAiConversation {
             conversations,
         );
         let resumed = self.resumed_delivery.take();
-        live.start(resumed, |live| self.run(live))
+        let streams = self.engine.runs().streams();
+        let active = streams.register_conversation(&self.caller, &self.model.name, &self.options);
+        live.start(resumed, active, |live, active| self.run(live, active))
     }
 
-    /// Runs the agent loop until there is a response for the caller.
-    async fn run(mut self, live: Arc<LiveConversation>) -> ConversationEnd {
+    /// Runs the agent loop until there is a response for the caller, or the run is canceled or
+    /// switched off.
+    async fn run(
+        mut self,
+        live: Arc<LiveConversation>,
+        active: Arc<ActiveConversation>,
+    ) -> ConversationEnd {
         let call_summaries = Mutex::new(std::mem::take(&mut self.call_summaries));
         let sink = |event: StreamEvent| live.push(event);
         self.replay_texts(&sink);
         let started_ms = jiff::Timestamp::now().as_millisecond() as u64;
-        let ending = self.drive(&live, &sink, &call_summaries, started_ms).await;
-        if let Err(error) = &ending {
-            let progress = &self.conversation.progress;
-            self.record_run(&self.conversation.messages, progress, started_ms, Err(error)).await;
-        }
+        active.update(&self.conversation.progress, &self.options);
+        let ending = tokio::select! {
+            biased;
+            stop = active.wait_for_stop() => Err(stop),
+            ending = self.drive((&live, &active), &sink, &call_summaries) => ending,
+        };
         let calls_made = !call_summaries.lock().is_empty();
-        ending.map_err(|error| ConversationError { error, calls_made })
+        match ending {
+            Ok((result, progress, answer)) => {
+                let messages = &result.conversation.messages;
+                self.record_run(messages, &progress, started_ms, Ok(answer)).await;
+                Ok(result)
+            }
+            Err(error) => {
+                let Conversation { messages, progress, .. } = &self.conversation;
+                self.record_run(messages, progress, started_ms, Err(&error)).await;
+                Err(ConversationError { error, calls_made })
+            }
+        }
     }
 
     /// Repeats the texts of the steps before the checkpoint for the new requester.
@@ -277,33 +298,36 @@ impl OpenAiConversation {
 
     async fn drive(
         &mut self,
-        live: &Arc<LiveConversation>,
+        (live, active): (&Arc<LiveConversation>, &ActiveConversation),
         sink: EventSink<'_>,
         call_summaries: &Mutex<Vec<Value>>,
-        started_ms: u64,
-    ) -> Result<ConversationResult, Error> {
+    ) -> Result<(ConversationResult, RunProgress, FinalAnswer), Error> {
         let deduplicator = Mutex::new(TextDeduplicator {
             sink,
             received: String::new(),
             discarded: String::new(),
         });
         let finish_reason = Mutex::new(FinishReason::ToolCalls);
-        let event_sink = |event: LoopEvent<'_>| match event {
-            LoopEvent::ModelRequested { .. } => deduplicator.lock().start_step(),
-            LoopEvent::ReplyDelta { piece: Delta::Text(text), .. } => {
-                deduplicator.lock().push_text(&text)
+        let event_sink = |event: LoopEvent<'_>| {
+            active.publish(&event);
+            match event {
+                LoopEvent::ModelRequested { .. } => deduplicator.lock().start_step(),
+                LoopEvent::ReplyDelta { piece: Delta::Text(text), .. } => {
+                    deduplicator.lock().push_text(&text)
+                }
+                LoopEvent::ModelRetryScheduled { .. } => deduplicator.lock().restart_reply(),
+                LoopEvent::ModelReplied { reply, .. } => {
+                    *finish_reason.lock() = reply.finish_reason;
+                    (sink)(StreamEvent::ModelReplied);
+                }
+                LoopEvent::CallAnswered { result, .. } => {
+                    call_summaries.lock().push(call_summary(result))
+                }
+                _ => {}
             }
-            LoopEvent::ModelRetryScheduled { .. } => deduplicator.lock().restart_reply(),
-            LoopEvent::ModelReplied { reply, .. } => {
-                *finish_reason.lock() = reply.finish_reason;
-                (sink)(StreamEvent::ModelReplied);
-            }
-            LoopEvent::CallAnswered { settled, .. } => {
-                call_summaries.lock().push(call_summary(settled))
-            }
-            _ => {}
         };
-        let (next, handoffs) = self.run_agents(live, &event_sink, call_summaries).await?;
+        let parts = (live, active);
+        let (next, handoffs) = self.run_agents(parts, &event_sink, call_summaries).await?;
         let mut metadata = json!({ "run_id": self.options.run_id, "limit_reached": null });
         let (mut terminated_by, mut stop_reason) = (None, None);
         let (text, calls, finish_reason) = match next {
@@ -329,7 +353,8 @@ impl OpenAiConversation {
                 (text, Vec::new(), FinishReason::Stop)
             }
         };
-        // The answer that a result makes is not the model's text, which may precede it.
+        // An answer that comes from the result of a call is separate from the text that the model
+        // may have written before the call.
         deduplicator.lock().finish(&text, terminated_by.is_some());
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
@@ -341,17 +366,12 @@ impl OpenAiConversation {
         }
         let messages = std::mem::take(&mut self.conversation.messages);
         let answer = FinalAnswer { text: text.clone(), finish_reason, stop_reason, terminated_by };
-        self.record_run(&messages, &progress, started_ms, Ok(answer)).await;
-        let conversation = SavedConversation { messages, pending_calls: progress.pending_calls };
-        Ok(ConversationResult {
-            text,
-            texts,
-            calls,
-            finish_reason,
-            usage: progress.usage,
-            metadata,
-            conversation,
-        })
+        let pending_calls = progress.pending_calls.clone();
+        let conversation = SavedConversation { messages, pending_calls };
+        let usage = progress.usage;
+        let result =
+            ConversationResult { text, texts, calls, finish_reason, usage, metadata, conversation };
+        Ok((result, progress, answer))
     }
 
     /// Stores the conversation as a run. The response does not depend on it.
@@ -395,7 +415,7 @@ impl OpenAiConversation {
     /// caller.
     async fn run_agents(
         &mut self,
-        live: &Arc<LiveConversation>,
+        (live, active): (&Arc<LiveConversation>, &ActiveConversation),
         event_sink: LoopEventSink<'_>,
         call_summaries: &Mutex<Vec<Value>>,
     ) -> Result<(StepOutcome, Vec<Handoff>), Error> {
@@ -412,10 +432,11 @@ impl OpenAiConversation {
             };
             let checkpoints = Checkpoints {
                 live,
+                active,
+                options,
                 undelivered: self.undelivered.as_ref(),
                 known_messages: self.known_messages,
                 call_summaries,
-                active_agent: options.active_agent.as_deref(),
             };
             let (conversation, wait) = (&mut self.conversation, self.wait);
             let next = run_steps(&mut agent_loop, conversation, wait, &checkpoints).await?;
@@ -424,6 +445,7 @@ impl OpenAiConversation {
             let (handoff, agent) = *handoff;
             handoffs.push(handoff);
             self.set_active_agent(agent)?;
+            active.update(&self.conversation.progress, &self.options);
         }
     }
 
@@ -578,13 +600,13 @@ fn add_ending(metadata: &mut Value, terminated_by: Option<TerminatingCall>) {
     }
 }
 
-fn call_summary(settled: &BatchEntryResult) -> Value {
-    let id = settled.call().map(|call| call.id.as_str());
-    let mut summary = json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() });
-    if let Some(approval_id) = settled.call().and_then(|call| call.pending_approval()) {
+fn call_summary(result: &BatchEntryResult) -> Value {
+    let id = result.call().map(|call| call.id.as_str());
+    let mut summary = json!({ "tool_call_id": id, "name": result.name, "ok": result.ok() });
+    if let Some(approval_id) = result.call().and_then(|call| call.pending_approval()) {
         summary["approval_id"] = approval_id.into();
     }
-    if let Some(after_execution) = settled.after_execution() {
+    if let Some(after_execution) = result.after_execution() {
         summary["after_execution"] = after_execution.as_str().into();
     }
     summary
@@ -650,8 +672,8 @@ impl TextDeduplicator<'_> {
         }
     }
 
-    /// Forwards the rest of the text, including text that arrived without deltas; a text that is
-    /// not the model's as another step.
+    /// Forwards the rest of the text, including text that arrived without deltas. A text that is
+    /// not the model's (`is_new_step`) becomes a step of its own.
     fn finish(&mut self, text: &str, is_new_step: bool) {
         if is_new_step {
             self.start_step();
@@ -666,10 +688,11 @@ impl TextDeduplicator<'_> {
 /// The checkpoints of a conversation. One is stored before each step that has side effects.
 struct Checkpoints<'a> {
     live: &'a Arc<LiveConversation>,
+    active: &'a ActiveConversation,
+    options: &'a RunOptions,
     undelivered: Option<&'a UndeliveredRequest>,
     known_messages: usize,
     call_summaries: &'a Mutex<Vec<Value>>,
-    active_agent: Option<&'a ActiveAgent>,
 }
 
 impl Checkpoints<'_> {
@@ -680,6 +703,7 @@ impl Checkpoints<'_> {
         agent_loop: &mut AgentLoop<'_>,
         conversation: &Conversation,
     ) -> Result<(), Error> {
+        self.active.update(&conversation.progress, self.options);
         let Some(request) = self.undelivered else { return Ok(()) };
         if !agent_loop.has_side_effects(conversation) {
             agent_loop.set_idempotency_prefix(None);
@@ -690,7 +714,7 @@ impl Checkpoints<'_> {
             conversation: conversation.clone(),
             known_messages: self.known_messages,
             call_summaries: self.call_summaries.lock().clone(),
-            active_agent: self.active_agent.cloned().map(Box::new),
+            active_agent: self.options.active_agent.clone(),
         };
         let conversations = self.live.engine.runs().conversations();
         conversations.save_checkpoint(&self.live.caller, request, &checkpoint).await?;

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use toolcrib::domain::run::options::{ExecutionOptions, RunLimits};
-use toolcrib::domain::run::tool_mode::ToolMode;
+use toolcrib::domain::tool::tool_mode::ToolMode;
 
 use crate::http::openai::error::{OpenAiError, invalid_field};
 

@@ -15,9 +15,9 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::watch;
 use toolcrib::calls::PendingDelivery;
-use toolcrib::domain::fault::{Code, Error};
+use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::model_reply::{FinishReason, TokenUsage, ToolCallRequest};
-use toolcrib::runs::SavedConversation;
+use toolcrib::runs::{ActiveConversation, SavedConversation};
 use toolcrib::{Caller, Engine};
 
 use super::error::OpenAiError;
@@ -59,7 +59,8 @@ pub(super) struct ConversationError {
 }
 
 impl ConversationError {
-    /// Returns the error. An internal one, which only the log describes, loses its source.
+    /// Returns a copy of the error. An internal error keeps its message and loses its type, because
+    /// the source of an error cannot be cloned.
     pub(super) fn to_error(&self) -> Error {
         match &self.error {
             Error::Refused { fault, retry_after_ms } => {
@@ -72,7 +73,7 @@ impl ConversationError {
     /// Returns the response. Several requesters may get it, one after the other.
     pub(super) fn to_response(&self) -> Response {
         let mut answer = OpenAiError(self.to_error()).into_response();
-        if self.calls_made {
+        if self.calls_made || self.error.code() == Code::Canceled {
             let never = HeaderValue::from_static("false");
             answer.headers_mut().insert("x-should-retry", never);
             answer.headers_mut().remove(header::RETRY_AFTER);
@@ -102,7 +103,7 @@ struct LiveState {
     is_over: bool,
     /// The delivery of the current requester; `None` before the first checkpoint.
     delivery: Option<PendingDelivery>,
-    /// True if the requester went before the first checkpoint: the conversation stops.
+    /// True if the requester disconnected before the first checkpoint: the conversation stops.
     is_abandoned: bool,
 }
 
@@ -116,7 +117,8 @@ pub(super) struct LiveConversation {
     state: Mutex<LiveState>,
     /// Wakes the requester when the state has changed.
     changes: watch::Sender<u64>,
-    task: Mutex<Option<tokio::task::AbortHandle>>,
+    /// The run of the conversation while it is in progress. Gone once the record is stored.
+    active: Mutex<Option<Arc<ActiveConversation>>>,
 }
 
 impl LiveConversation {
@@ -136,7 +138,7 @@ impl LiveConversation {
             conversations: conversations.clone(),
             state: Mutex::default(),
             changes: watch::Sender::new(0),
-            task: Mutex::default(),
+            active: Mutex::default(),
         })
     }
 
@@ -145,7 +147,8 @@ impl LiveConversation {
     pub(super) fn start<F>(
         self: Arc<Self>,
         resumed: Option<PendingDelivery>,
-        run: impl FnOnce(Arc<Self>) -> F,
+        active: ActiveConversation,
+        run: impl FnOnce(Arc<Self>, Arc<ActiveConversation>) -> F,
     ) -> Requester
     where
         F: Future<Output = ConversationEnd> + Send + 'static,
@@ -154,14 +157,13 @@ impl LiveConversation {
         if let Some(delivery) = resumed {
             self.set_delivery(delivery);
         }
-        let (running, ended) = (Box::pin(run(self.clone())), EndedOnDrop(self.clone()));
-        let active = self.engine.runs().streams().register_conversation(&self.caller, &self.run_id);
-        let task = tokio::spawn(async move {
-            let _active = active;
+        let active = Arc::new(active);
+        *self.active.lock() = Some(active.clone());
+        let (running, ended) = (Box::pin(run(self.clone(), active)), EndedOnDrop(self.clone()));
+        tokio::spawn(async move {
             let end = running.await;
             ended.0.update(|state| state.end = Some(Arc::new(end)));
         });
-        *self.task.lock() = Some(task.abort_handle());
         Requester::new(self, joined)
     }
 
@@ -198,9 +200,11 @@ impl LiveConversation {
         self.changes.send_modify(|count| *count += 1);
     }
 
+    /// Stops the conversation, whose requester is gone. Its run ends as CANCELED.
     fn stop(&self) {
-        if let Some(task) = &*self.task.lock() {
-            task.abort();
+        if let Some(active) = &*self.active.lock() {
+            let message = "the requester has disconnected";
+            active.stop(Fault::new(Code::Canceled, message));
         }
         self.conversations.0.lock().remove(&self.id);
     }
@@ -211,7 +215,8 @@ impl LiveConversation {
         if !conversations.wait_for_requester(&self.caller, &self.id).await {
             return;
         }
-        // The answer of a conversation that has ended is given for as long as it can be joined.
+        // A repeated request gets the answer of an ended conversation until the rejoin window
+        // closes.
         let has_ended = self.state.lock().end.is_some();
         if !has_ended || conversations.wait_for_rejoin_window(&self.caller, &self.id).await {
             self.stop();
@@ -224,6 +229,7 @@ struct EndedOnDrop(Arc<LiveConversation>);
 
 impl Drop for EndedOnDrop {
     fn drop(&mut self) {
+        *self.0.active.lock() = None;
         self.0.update(|state| state.is_over = true);
     }
 }
@@ -327,7 +333,7 @@ impl ResponseHead {
     }
 }
 
-/// Tells the conversation if its requester has the answer or is gone.
+/// Tells the conversation whether its requester has the answer or is gone.
 struct RequesterGuard {
     live: Arc<LiveConversation>,
     is_delivered: AtomicBool,

@@ -1,9 +1,11 @@
 //! OpenAI's models API.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{Extensions, HeaderMap};
 use serde::Serialize;
+use toolcrib::domain::fault::{Code, Error};
 use utoipa::ToSchema;
 
 use super::super::HttpState;
@@ -50,14 +52,17 @@ pub(super) async fn list(
 /// Returns one model.
 #[utoipa::path(get, path = "/v1/models/{model}", tag = "models",
     params(("model" = String, Path, description = "Its name")),
-    responses((status = 200, body = ModelBody), (status = 404, body = OpenAiErrorBody)))]
+    responses((status = 200, body = ModelBody), (status = 400, body = OpenAiErrorBody),
+        (status = 404, body = OpenAiErrorBody)))]
 pub(super) async fn show(
     State(state): State<HttpState>,
-    Path(model): Path<String>,
+    path: Result<Path<String>, PathRejection>,
     headers: HeaderMap,
     extensions: Extensions,
 ) -> Result<Json<ModelBody>, OpenAiError> {
     auth::authenticate_request(&state.engine, &state.settings.origins, &headers, &extensions)?;
+    let unreadable = |_| OpenAiError(Error::refused(Code::BadRequest, "the path is not UTF-8"));
+    let Path(model) = path.map_err(unreadable)?;
     let names = state.engine.runs().models().names();
     match names.contains(&model) {
         true => Ok(Json(model_body(model))),

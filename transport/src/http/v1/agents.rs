@@ -1,5 +1,6 @@
 //! Agents: those that can be called or woken, their turns, and their inboxes.
 
+mod bodies;
 pub(super) mod definition;
 use axum::Json;
 use axum::extract::{FromRequestParts, Path, State};
@@ -17,6 +18,7 @@ use toolcrib_protocol::utp::turn::{
 use toolcrib_protocol::utp::wire;
 use utoipa::{IntoParams, ToSchema};
 
+use self::bodies::{InboxAckedBody, InboxBody, ResumedTurnBody, TurnSchema};
 use self::definition::AgentBody;
 use super::super::HttpState;
 use crate::http::extract::{AuthenticatedCaller, JsonBody, NamePath, QueryParams};
@@ -79,7 +81,7 @@ pub(super) struct InboxQuery {
 /// Lists the items of an agent's inbox, oldest first. Items stay until they are acknowledged.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}/inbox", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"), InboxQuery),
-    responses((status = 200, description = "{items}"), (status = 403, body = ProblemDetails)))]
+    responses((status = 200, body = InboxBody), (status = 403, body = ProblemDetails)))]
 pub(super) async fn inbox(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
@@ -96,7 +98,6 @@ pub(super) async fn inbox(
 
 /// Inbox items to acknowledge.
 #[derive(Deserialize, ToSchema)]
-#[schema(as = AckBody)]
 pub(super) struct InboxAckBody {
     inbox_ids: Vec<String>,
 }
@@ -104,7 +105,7 @@ pub(super) struct InboxAckBody {
 /// Acknowledges inbox items, which removes them. An item that is already removed is no error.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/inbox/ack", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent")), request_body = InboxAckBody,
-    responses((status = 200, description = "{ok, acked}"), (status = 403, body = ProblemDetails)))]
+    responses((status = 200, body = InboxAckedBody), (status = 403, body = ProblemDetails)))]
 pub(super) async fn ack(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
@@ -120,7 +121,7 @@ pub(super) async fn ack(
 /// `traceparent` and `tracestate` may also be sent as headers.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent")), request_body = LeaseBody,
-    responses((status = 201, description = "The turn"), (status = 403, body = ProblemDetails),
+    responses((status = 201, body = TurnSchema), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn lease(
@@ -162,7 +163,7 @@ impl FromRequestParts<HttpState> for TurnPath {
 #[utoipa::path(get, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")),
-    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails)))]
+    responses((status = 200, body = TurnSchema), (status = 404, body = ProblemDetails)))]
 pub(super) async fn show_turn(
     State(state): State<HttpState>,
     AuthenticatedCaller(caller): AuthenticatedCaller,
@@ -178,7 +179,7 @@ pub(super) async fn show_turn(
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")),
     request_body = DispatchBody,
-    responses((status = 200, description = "The turn with its calls"),
+    responses((status = 200, description = "The turn with its calls", body = TurnSchema),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]
 pub(super) async fn dispatch(
@@ -214,7 +215,7 @@ impl TurnBody {
         self.turn_epoch.ok_or_else(missing)
     }
 
-    /// Returns the reason, cut to the published length.
+    /// Returns the reason, truncated to the published length.
     fn reason(&self) -> Option<String> {
         self.reason.as_deref().map(turn::truncate_reason)
     }
@@ -224,7 +225,7 @@ impl TurnBody {
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+    responses((status = 200, body = TurnSchema), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn renew(
     State(state): State<HttpState>,
@@ -241,7 +242,7 @@ pub(super) async fn renew(
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+    responses((status = 200, body = TurnSchema), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn suspend(
     State(state): State<HttpState>,
@@ -260,7 +261,7 @@ pub(super) async fn suspend(
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn with the results"),
+    responses((status = 200, description = "The turn with the results", body = ResumedTurnBody),
         (status = 404, body = ProblemDetails),
         (status = 409, description = "Calls are still open, or the turn is not suspended", body = ProblemDetails)))]
 pub(super) async fn resume(
@@ -279,7 +280,7 @@ pub(super) async fn resume(
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = FinishBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+    responses((status = 200, body = TurnSchema), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn finish(
     State(state): State<HttpState>,
@@ -292,11 +293,11 @@ pub(super) async fn finish(
     Ok(Json(turn_body(&turn, &[])))
 }
 
-/// Stops a turn in any state and cancels its open calls.
+/// Stops a turn that has not ended, and cancels its open calls. Stopping it twice has no effect.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
-    responses((status = 200, description = "The turn"), (status = 404, body = ProblemDetails),
+    responses((status = 200, body = TurnSchema), (status = 404, body = ProblemDetails),
         (status = 409, body = ProblemDetails)))]
 pub(super) async fn stop(
     State(state): State<HttpState>,

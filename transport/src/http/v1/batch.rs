@@ -63,8 +63,8 @@ pub(super) struct BatchBody {
     /// URL that receives a signed POST at the end of each call.
     #[schema(value_type = Option<String>)]
     callback_url: Option<toolcrib::Json>,
-    /// False if no call joins an earlier identical one whose answer was not delivered (default:
-    /// true).
+    /// False if no call joins an earlier identical one whose answer was not delivered, or that
+    /// waits for an approval (default: true).
     #[schema(value_type = Option<bool>)]
     rejoin: Option<toolcrib::Json>,
 }
@@ -135,8 +135,8 @@ pub(super) struct BatchResultBody<'a> {
 }
 
 impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
-    fn from(settled: &'a BatchEntryResult) -> Self {
-        let (pending, left_out_bytes) = match &settled.state {
+    fn from(result: &'a BatchEntryResult) -> Self {
+        let (pending, left_out_bytes) = match &result.state {
             batch::BatchEntryState::Open(call) => (Some(batch::pending_notice(call)), None),
             batch::BatchEntryState::Ended { omitted_bytes: left_out_bytes, .. } => {
                 (None, *left_out_bytes)
@@ -144,23 +144,23 @@ impl<'a> From<&'a BatchEntryResult> for BatchResultBody<'a> {
             batch::BatchEntryState::Refused(_) => (None, None),
         };
         Self {
-            call_id: settled.call_id.as_deref(),
-            tool_call_id: settled.call().map(|call| call.id.as_str()),
-            ok: settled.ok(),
-            data: settled.data(),
-            error: settled.error().map(FaultBody::from),
-            metrics: settled.metrics().map(MetricsBody::from),
-            after_execution: settled.after_execution().map(AfterExecution::as_str),
-            name: settled.name.as_deref(),
+            call_id: result.call_id.as_deref(),
+            tool_call_id: result.call().map(|call| call.id.as_str()),
+            ok: result.ok(),
+            data: result.data(),
+            error: result.error().map(FaultBody::from),
+            metrics: result.metrics().map(MetricsBody::from),
+            after_execution: result.after_execution().map(AfterExecution::as_str),
+            name: result.name.as_deref(),
             hold: pending.and_then(|pending| pending.approval_id).map(|_| "approval"),
             approval_id: pending.and_then(|pending| pending.approval_id),
             status: pending.map(|pending| pending.status),
             task_id: pending.and_then(|pending| pending.task_id),
             message: pending.map(|pending| pending.message),
             questions: pending.and_then(|pending| pending.questions),
-            replayed: settled.replayed,
-            joined: settled.joined,
-            digested: settled.is_digested,
+            replayed: result.replayed,
+            joined: result.joined,
+            digested: result.is_digested,
             left_out_bytes,
         }
     }
@@ -229,10 +229,10 @@ fn batch_response(answer: &BatchAnswer) -> Response {
 }
 
 /// Serializes a [`BatchResultBody`].
-fn result_json(settled: &BatchEntryResult) -> String {
+fn result_json(result: &BatchEntryResult) -> String {
     // This capacity fits most results; a growing buffer would be copied repeatedly.
     let mut text = Vec::with_capacity(384);
-    let written = serde_json::to_writer(&mut text, &BatchResultBody::from(settled));
+    let written = serde_json::to_writer(&mut text, &BatchResultBody::from(result));
     written.ok().and_then(|()| String::from_utf8(text).ok()).unwrap_or_else(|| "null".to_owned())
 }
 
@@ -267,6 +267,7 @@ fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
     let entries =
         value.items().ok_or_else(|| wrong_type("tool_calls", "an array of calls", value))?;
     refuse_unknown_fields(&unknown_entry_fields(&entries))?;
+    let rejoin = parse_field("rejoin", body.rejoin.as_ref(), "true or false")?.unwrap_or(true);
     Ok(Batch {
         mode: parse_mode(body.mode.as_ref(), body.order.as_ref())?,
         max_parallel: number_field("max_parallel", 1, body.max_parallel.as_ref())?
@@ -277,7 +278,8 @@ fn parse_batch(body: BatchBody) -> Result<Batch, Error> {
         idempotency_key: text_field("idempotency_key", body.idempotency_key.as_ref())?,
         user_id: text_field("user_id", body.user_id.as_ref())?,
         callback_url: text_field("callback_url", body.callback_url.as_ref())?,
-        rejoin: parse_field("rejoin", body.rejoin.as_ref(), "true or false")?.unwrap_or(true),
+        rejoin,
+        joins_waiting: rejoin,
         ..Batch::new(run_id, entries)
     })
 }
@@ -341,8 +343,8 @@ fn number_field(
     if number < i128::from(min) {
         return Err(invalid_field(name, &format!("{name} must be {expected}, not {number}")));
     }
-    // A number out of the range of `u64` is clamped, and is then refused or cut as any other that
-    // is out of the permitted range.
+    // A number above the range of `u64` is clamped. Later checks refuse or reduce it like any
+    // other number above the permitted range.
     Ok(Some(u64::try_from(number).unwrap_or(u64::MAX)))
 }
 

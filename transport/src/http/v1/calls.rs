@@ -164,7 +164,7 @@ pub(super) struct CancelCallBody {
 }
 
 impl CancelCallBody {
-    /// Returns the reason, cut to the stored length.
+    /// Returns the reason, truncated to the stored length.
     pub(super) fn reason(self) -> Option<String> {
         self.reason.map(|reason| reason.chars().take(500).collect())
     }
@@ -195,7 +195,7 @@ pub(super) struct ElicitationAnswerBody {
     answers: serde_json::Map<String, serde_json::Value>,
 }
 
-/// Answers all or some of the questions of a call's tool (`hold.questions`).
+/// Answers all or some of the questions of a call's tool (`hold_details.questions`).
 ///
 /// With the last answer the call continues.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/answer", tag = "agents",

@@ -79,7 +79,7 @@ pub(super) async fn call_cards(
 /// Writing the same card again returns 200. Another card with the same id, or a second result of a
 /// call, returns 409.
 #[utoipa::path(post, path = "/v1/cards", tag = "providers", request_body = CardSchema,
-    responses((status = 201, description = "The card"), (status = 200, description = "The card"),
+    responses((status = 201, body = CardSchema), (status = 200, body = CardSchema),
         (status = 400, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]
 pub(super) async fn put(
@@ -112,9 +112,25 @@ pub(super) struct ToolResultBody {
     card: Option<Value>,
 }
 
+/// The receipt of a report.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct ReportReceiptBody {
+    ok: bool,
+    /// The item that the report put into the agent's inbox.
+    inbox_id: Option<String>,
+    /// True if the same report arrived before.
+    duplicate: bool,
+    /// True if the call had ended before, so that the report changed nothing.
+    late: bool,
+    /// The ticket of the call.
+    call_id: String,
+    call_status: String,
+}
+
 /// Reports the result of a command.
 #[utoipa::path(post, path = "/v1/tool_results", tag = "providers", request_body = ToolResultBody,
-    responses((status = 200, description = "Accepted: {ok, inbox_id, duplicate, late}"),
+    responses((status = 200, body = ReportReceiptBody),
         (status = 400, body = ProblemDetails), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails),
         (status = 413, body = ProblemDetails)))]
@@ -207,7 +223,7 @@ pub(super) async fn dead_letters(
 ) -> Result<Json<Value>, ApiError> {
     let limit = parse_page_limit(page.limit.map(|limit| limit as u64), DEFAULT_PAGE_SIZE)?;
     let dead_letters =
-        state.engine.utp().dead_letters(&caller, page.before.as_deref(), limit).await?;
+        state.engine.utp().dead_letters().list(&caller, page.before.as_deref(), limit).await?;
     let next = dead_letters
         .last()
         .filter(|_| dead_letters.len() == limit)
@@ -216,11 +232,34 @@ pub(super) async fn dead_letters(
     Ok(Json(json!({ "dead_letters": dead_letters, "next_before": next })))
 }
 
+/// The result of a redrive: of a report its receipt, of another message `published`.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct RedriveBody {
+    ok: bool,
+    /// True if the message was published again.
+    #[schema(nullable = false)]
+    published: Option<bool>,
+    /// The item that the report put into the agent's inbox.
+    inbox_id: Option<String>,
+    /// True if the same report arrived before.
+    #[schema(nullable = false)]
+    duplicate: Option<bool>,
+    /// True if the call had ended before, so that the report changed nothing.
+    #[schema(nullable = false)]
+    late: Option<bool>,
+    /// The ticket of the call.
+    #[schema(nullable = false)]
+    call_id: Option<String>,
+    #[schema(nullable = false)]
+    call_status: Option<String>,
+}
+
 /// Redrives a dead letter: processes a report as if it had just arrived, and republishes any other
 /// message.
 #[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
     params(("id" = String, Path, description = "The dead letter")),
-    responses((status = 200, description = "Result of the redrive"), (status = 403, body = ProblemDetails),
+    responses((status = 200, body = RedriveBody), (status = 403, body = ProblemDetails),
         (status = 404, body = ProblemDetails), (status = 409, body = ProblemDetails)))]
 pub(super) async fn redrive(
     State(state): State<HttpState>,
@@ -228,7 +267,7 @@ pub(super) async fn redrive(
     NamePath(id): NamePath,
 ) -> Result<Json<Value>, ApiError> {
     let engine = &state.engine;
-    let dead_letter = engine.utp().find_dead_letter(&caller, &id).await?;
+    let dead_letter = engine.utp().dead_letters().find(&caller, &id).await?;
     if dead_letter.truncated {
         let message = "it was too large to be stored completely, so it cannot be redriven";
         return Err(Error::refused(Code::Conflict, message).into());
@@ -236,7 +275,7 @@ pub(super) async fn redrive(
     if dead_letter.kind != "report" {
         let again = to_outbox_message(&dead_letter, engine.now_ms())?;
         engine.utp().outbox().enqueue(&caller, again).await?;
-        engine.utp().record_redrive(dead_letter, "published again").await?;
+        engine.utp().dead_letters().record_redrive(dead_letter, "published again").await?;
         return Ok(Json(json!({ "ok": true, "published": true })));
     }
     let incoming = IncomingReport {
@@ -246,11 +285,15 @@ pub(super) async fn redrive(
     };
     match report::reingest_report(engine, &caller, &incoming).await {
         Ok(ingested) => {
-            engine.utp().record_redrive(dead_letter.clone(), "taken").await?;
+            engine.utp().dead_letters().record_redrive(dead_letter.clone(), "taken").await?;
             Ok(Json(wire::ingested_json(&ingested)))
         }
         Err(error) => {
-            engine.utp().record_redrive(dead_letter.clone(), &error.to_string()).await?;
+            engine
+                .utp()
+                .dead_letters()
+                .record_redrive(dead_letter.clone(), &error.to_string())
+                .await?;
             Err(error.into())
         }
     }
@@ -264,7 +307,7 @@ fn to_outbox_message(dead_letter: &DeadLetter, now_ms: u64) -> Result<OutboxMess
         Error::refused(Code::Conflict, message)
     };
     let (kind, project) = (dead_letter.kind.as_str(), dead_letter.project.as_str());
-    if subject::parse(&dead_letter.subject).is_some_and(|parts| parts.component == "sys") {
+    if subject::parse_prefix(&dead_letter.subject).is_some_and(|parts| parts.component == "sys") {
         return Err(unusable("this server executes no cmd.sys commands"));
     }
     if kind == "command" && !subject::is_command_of(&dead_letter.subject, project) {

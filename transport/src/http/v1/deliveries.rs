@@ -93,7 +93,8 @@ pub(super) struct DeliveryListQuery {
     cursor: Option<String>,
 }
 
-/// Lists the project's deliveries, those of the newest calls first.
+/// Lists the deliveries of the project's calls that the caller may read, those of the newest calls
+/// first.
 #[utoipa::path(get, path = "/v1/deliveries", tag = "agents", params(DeliveryListQuery),
     responses((status = 200, body = DeliveryList), (status = 403, body = ProblemDetails),
         (status = 422, body = ProblemDetails)))]

@@ -57,7 +57,7 @@ pub(super) async fn call_events(
 ) -> Result<SseResponse, ApiError> {
     state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    Ok(stream_events(state.engine, credentials, EventQuery::Call(id), after))
+    Ok(stream_events(state.engine.clone(), credentials, EventQuery::Call(id), after))
 }
 
 /// Streams the events of all calls of the project, by default from now on.
@@ -72,13 +72,13 @@ pub(super) async fn project_events(
     credentials: RequestCredentials,
 ) -> Result<SseResponse, ApiError> {
     if let Some(after) = resume_position(&headers, &from)? {
-        return Ok(stream_events(state.engine, credentials, EventQuery::Project, after));
+        return Ok(stream_events(state.engine.clone(), credentials, EventQuery::Project, after));
     }
     let after = state.engine.calls().newest_event(&caller).await?;
     // The first message carries the start position, so that a client that disconnects before the
     // first event misses none.
     let begins = Message::default().id(after.to_string());
-    let rest = event_messages(state.engine, credentials, EventQuery::Project, after);
+    let rest = event_messages(state.engine.clone(), credentials, EventQuery::Project, after);
     Ok(into_sse(stream::once(async { Ok(begins) }).chain(rest)))
 }
 

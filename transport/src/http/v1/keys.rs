@@ -252,7 +252,8 @@ pub(super) struct CreatedKeyBody {
 
 /// Creates a key. The response is the only place where its secret appears.
 ///
-/// The first key of a server must have the role admin and no end.
+/// The first key of a server must have the role admin and no end. Once a server has a key, it
+/// refuses requests without credentials.
 #[utoipa::path(post, path = "/v1/keys", tag = "operators", request_body = NewKeyBody,
     responses((status = 201, body = CreatedKeyBody), (status = 403, body = ProblemDetails),
         (status = 409, body = ProblemDetails), (status = 422, body = ProblemDetails)))]

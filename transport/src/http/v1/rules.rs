@@ -21,7 +21,9 @@ use crate::http::problem::{ApiError, ProblemDetails};
 #[derive(Serialize, ToSchema)]
 #[allow(dead_code, reason = "describes the document")]
 pub(super) struct RuleBody {
-    /// Name of the rule, unique in the project.
+    /// Name of the rule, unique in the project. A request that names the rule in its path may omit
+    /// it.
+    #[schema(required = false)]
     id: String,
     /// `allow`, `deny` or `ask`. Deny takes precedence over ask, ask over allow.
     verdict: String,

@@ -30,6 +30,9 @@ use crate::http::v1::runs::request::{MessagesBody, RunBody};
 use crate::http::v1::runs::response::{RunDetailBody, RunSummary, run_detail, to_summary};
 use crate::http::wait_param::WaitParam;
 
+/// Begins the cursor after a run whose caller chose its id.
+const CHOSEN_ID_MARK: &str = "id:";
+
 /// Starts a run.
 ///
 /// Toolcrib sends the conversation to the model, executes the tools that the model calls, and
@@ -63,7 +66,8 @@ pub(super) async fn start(
     let (id, replayed, joined) = (started.run.id.clone(), started.replayed, started.joined);
     let delivery = started.delivery;
     let mut answer = if streams {
-        stream_run(state.engine, credentials, id.clone(), 0, started.subscription).into_response()
+        stream_run(state.engine.clone(), credentials, id.clone(), 0, started.subscription)
+            .into_response()
     } else {
         let run = match wait_ms {
             None | Some(0) => started.run,
@@ -155,8 +159,24 @@ pub(super) async fn list(
 ) -> Result<Response, ApiError> {
     let page = state.engine.runs().list_runs(&caller, parse_query(listing)?).await?;
     let runs = page.runs.iter().map(to_summary).collect();
-    let list = RunList { runs, next_cursor: page.next_before.clone() };
-    Ok(pagination::page_response(list, page.next_before))
+    let next_cursor = page.next_before.map(cursor_after);
+    let list = RunList { runs, next_cursor: next_cursor.clone() };
+    Ok(pagination::page_response(list, next_cursor))
+}
+
+/// Returns the cursor of the page after this run. The run of a conversation may have any id that
+/// its caller gave it; its cursor is marked, so that arbitrary words are still refused.
+fn cursor_after(run_id: String) -> String {
+    match run_id.starts_with(Run::PREFIX) {
+        true => run_id,
+        false => format!("{CHOSEN_ID_MARK}{run_id}"),
+    }
+}
+
+fn parse_cursor(cursor: &str) -> Result<String, Error> {
+    let chosen = cursor.strip_prefix(CHOSEN_ID_MARK);
+    let id = chosen.or_else(|| cursor.starts_with(Run::PREFIX).then_some(cursor));
+    id.map(str::to_owned).ok_or_else(unknown_cursor)
 }
 
 fn parse_query(listing: RunListQuery) -> Result<RunQuery, Error> {
@@ -167,10 +187,8 @@ fn parse_query(listing: RunListQuery) -> Result<RunQuery, Error> {
             invalid_parameter("status", format!("status must be one of {}", statuses.join(", ")))
         })?),
     };
-    let before = listing.cursor.filter(|cursor| !cursor.is_empty());
-    if before.as_ref().is_some_and(|cursor| !cursor.starts_with(Run::PREFIX)) {
-        return Err(unknown_cursor());
-    }
+    let cursor = listing.cursor.filter(|cursor| !cursor.is_empty());
+    let before = cursor.as_deref().map(parse_cursor).transpose()?;
     Ok(RunQuery {
         status,
         model: listing.model.filter(|model| !model.is_empty()),

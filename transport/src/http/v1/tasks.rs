@@ -157,7 +157,7 @@ pub(super) struct TaskList<'a> {
     next_cursor: Option<String>,
 }
 
-/// Lists the project's background tasks, newest first.
+/// Lists the background tasks of the project that the caller may read, newest first.
 #[utoipa::path(get, path = "/v1/tasks", tag = "agents", params(TaskListQuery),
     responses((status = 200, body = TaskList), (status = 422, body = ProblemDetails)))]
 pub(super) async fn list(
@@ -225,5 +225,5 @@ pub(super) async fn events(
 ) -> Result<SseResponse, ApiError> {
     state.engine.calls().call(&caller, &id).await?;
     let after = resume_position(&headers, &from)?.unwrap_or(0);
-    Ok(stream_task_events(state.engine, credentials, id, after))
+    Ok(stream_task_events(state.engine.clone(), credentials, id, after))
 }

@@ -144,8 +144,8 @@ pub(super) struct InvokeBody {
     callback_url: Option<String>,
     /// Maximum time to wait for the outcome, in milliseconds. Alternative: the query parameter.
     wait_ms: Option<u64>,
-    /// False if the request never joins an earlier identical call whose answer was not delivered
-    /// (default: true).
+    /// False if the request never joins an earlier identical call whose answer was not delivered,
+    /// or that waits for an approval (default: true).
     rejoin: Option<bool>,
 }
 
@@ -283,6 +283,7 @@ async fn invoke_tool(
         callback_url: body.callback_url,
         answers: None,
         rejoin: body.rejoin.unwrap_or(true),
+        joins_waiting: body.rejoin.unwrap_or(true),
         meta: None,
     };
     let ticket = state.engine.calls().invoke(caller, invocation).await?;

@@ -1,8 +1,9 @@
 //! The subscriptions of MCP clients to events, delivered by webhook.
 //!
 //! A subscription is stored with its position, so that it continues after a restart. One task per
-//! subscription delivers one event after another and repeats a failed delivery, so every event
-//! arrives at least once and in order. A position is stored after its event was accepted.
+//! subscription delivers one event after another, and repeats a failed delivery until the receiver
+//! accepts or rejects the event, so every event arrives at least once and in order. A position is
+//! stored after the response to its event.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,6 +26,9 @@ use super::webhook::{DeliveryProblem, EventReceiver, EventSender};
 /// Maximum number of subscriptions of one project.
 pub(in crate::mcp) const MAX_SUBSCRIPTIONS: usize = 100;
 
+/// Time for which messages are also signed with the secret that a refresh replaced.
+const SECRET_OVERLAP_MS: u64 = 3_600_000;
+
 /// First and longest delay between two attempts to deliver an event.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LONGEST_RETRY: Duration = Duration::from_secs(300);
@@ -42,11 +46,14 @@ pub(in crate::mcp) struct EventSubscriptionRecord {
     pub(in crate::mcp) arguments: Value,
     pub(in crate::mcp) url: String,
     pub(in crate::mcp) secret: String,
-    /// Position of the last event that the receiver accepted.
+    /// The secret that a refresh replaced, and the end of its use in Unix milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    previous_secret: Option<(String, u64)>,
+    /// Position of the last event that the receiver accepted or rejected.
     pub(in crate::mcp) position: u64,
     /// End of the subscription in Unix milliseconds; `None` for one without an end.
     pub(in crate::mcp) expires_ms: Option<u64>,
-    /// Events before this time are left out. In Unix milliseconds.
+    /// Events before this time, in Unix milliseconds, are omitted.
     #[serde(default)]
     pub(in crate::mcp) not_before_ms: Option<i64>,
 }
@@ -69,6 +76,7 @@ impl EventSubscriptionRecord {
             arguments,
             url,
             secret,
+            previous_secret: None,
             position: 0,
             expires_ms: None,
             not_before_ms: None,
@@ -87,6 +95,15 @@ impl EventSubscriptionRecord {
         ]);
         let digest = URL_SAFE_NO_PAD.encode(Sha256::digest(key.to_string()));
         format!("sub_{}", &digest[..24])
+    }
+
+    /// Takes over the secret of the subscription that this record refreshes: messages on their way
+    /// are signed with both for a while.
+    pub(in crate::mcp) fn keep_secret_of(&mut self, earlier: &Self, now_ms: u64) {
+        self.previous_secret = match earlier.secret == self.secret {
+            true => earlier.previous_secret.clone(),
+            false => Some((earlier.secret.clone(), now_ms + SECRET_OVERLAP_MS)),
+        };
     }
 
     /// Returns the caller that the subscription acts for.
@@ -288,7 +305,7 @@ impl EventSubscriptions {
         }
     }
 
-    /// Makes one attempt. Returns false if it must be repeated.
+    /// Makes one attempt. Returns false if it must be repeated: a rejected event is not sent again.
     async fn deliver_once(
         &self,
         id: &str,
@@ -307,7 +324,7 @@ impl EventSubscriptions {
         matches!(sent, Ok(()) | Err(DeliveryProblem::Rejected))
     }
 
-    /// Stores the position of an accepted event. If that fails, the event is delivered again after
+    /// Stores the position of a delivered event. If that fails, the event is delivered again after
     /// a restart.
     async fn save_position(&self, project: &str, id: &str, position: u64) {
         self.remember_position(id, position);
@@ -333,10 +350,17 @@ impl EventSubscriptions {
 }
 
 fn receiver<'a>(record: &'a EventSubscriptionRecord, id: &'a str) -> EventReceiver<'a> {
-    EventReceiver { url: &record.url, secret: &record.secret, subscription_id: id }
+    let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
+    let previous = record.previous_secret.as_ref().filter(|(_, until_ms)| now_ms < *until_ms);
+    EventReceiver {
+        url: &record.url,
+        secret: &record.secret,
+        previous_secret: previous.map(|(secret, _)| secret.as_str()),
+        subscription_id: id,
+    }
 }
 
-/// Waits until a time of day; forever if there is none.
+/// Waits until a time in Unix milliseconds; forever if there is none.
 async fn sleep_until(time_ms: Option<u64>) {
     let Some(time_ms) = time_ms else { return std::future::pending().await };
     loop {

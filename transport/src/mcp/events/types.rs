@@ -21,7 +21,7 @@ pub(in crate::mcp) enum EventType {
     ApprovalRequested,
     /// A call waits for answers to questions.
     InputRequested,
-    /// The catalogue of tools has changed.
+    /// The directory has changed: tools, or the rules and keys that decide who may call them.
     ToolsChanged,
 }
 
@@ -31,19 +31,19 @@ pub(in crate::mcp) enum EventType {
 pub(in crate::mcp) struct EventFilter {
     tool: Option<String>,
     run_id: Option<String>,
-    /// Earlier events are left out. In Unix milliseconds.
+    /// Events before this time, in Unix milliseconds, are omitted.
     #[serde(skip)]
     not_before_ms: Option<i64>,
 }
 
 impl EventFilter {
-    /// Returns a filter that also leaves out events that are older now.
+    /// Returns a filter that also omits events that are older than `max_age_ms` now.
     pub(in crate::mcp) fn with_max_age(self, max_age_ms: Option<u64>) -> Self {
         let now_ms = jiff::Timestamp::now().as_millisecond();
         self.with_start(max_age_ms.map(|age_ms| now_ms.saturating_sub_unsigned(age_ms)))
     }
 
-    /// Returns a filter that also leaves out events before a time.
+    /// Returns a filter that also omits events before a time, in Unix milliseconds.
     pub(in crate::mcp) fn with_start(self, not_before_ms: Option<i64>) -> Self {
         Self { not_before_ms, ..self }
     }
@@ -61,8 +61,10 @@ pub(in crate::mcp) struct EventPage {
     pub(in crate::mcp) occurrences: Vec<(u64, Value)>,
     /// The position up to which all occurrences are in this page.
     pub(in crate::mcp) position: u64,
-    /// True if occurrences are left out because of their age.
+    /// True if occurrences are omitted because of their age.
     pub(in crate::mcp) skipped: bool,
+    /// True if no event was stored after this position when the page was read.
+    pub(in crate::mcp) is_last: bool,
 }
 
 impl EventType {
@@ -153,9 +155,9 @@ impl EventType {
         }
     }
 
-    /// Returns occurrences after a position, and waits until there is something after it. The page
-    /// may be empty: what is there may not concern the subscription. Returns `None` when the engine
-    /// shuts down.
+    /// Waits until there is an event after a position, and returns the occurrences after it. The
+    /// page may be empty, because the events may not concern the subscription. Returns `None` when
+    /// the engine shuts down.
     pub(in crate::mcp) async fn wait_for_page(
         self,
         engine: &Engine,
@@ -167,18 +169,53 @@ impl EventType {
             let Some(version) = engine.registry().wait_for_directory_change(after).await else {
                 return Ok(None);
             };
-            let at_ms = jiff::Timestamp::now().as_millisecond();
-            let data = json!({ "version": version });
-            let occurrence = self.occurrence(&format!("evt_tools_{version}"), at_ms, data, version);
-            return Ok(Some(EventPage {
-                occurrences: vec![(version, occurrence)],
-                position: version,
-                skipped: false,
-            }));
+            return Ok(Some(self.directory_page(engine, version, true)));
         }
         let calls = engine.calls();
         let events = calls.events(caller, &EventQuery::Project, after, EVENT_PAGE_SIZE).await?;
         let Some(position) = events.last().map(|event| event.number) else { return Ok(None) };
+        let (occurrences, skipped) = self.call_occurrences(engine, caller, filter, &events).await;
+        Ok(Some(EventPage { occurrences, position, skipped, is_last: false }))
+    }
+
+    /// Returns the occurrences after a position that are stored now, without waiting for one. The
+    /// position of the page passes events that the caller may not read, so that they delay nothing.
+    pub(in crate::mcp) async fn read_page(
+        self,
+        engine: &Engine,
+        caller: &Caller,
+        filter: &EventFilter,
+        after: u64,
+    ) -> Result<EventPage, Error> {
+        if self == Self::ToolsChanged {
+            let version = engine.registry().directory_version();
+            return Ok(self.directory_page(engine, version, version != after));
+        }
+        let page = engine.calls().read_events(caller, after, EVENT_PAGE_SIZE).await?;
+        let (occurrences, skipped) =
+            self.call_occurrences(engine, caller, filter, &page.events).await;
+        let (position, is_last) = (page.position, page.is_last);
+        Ok(EventPage { occurrences, position, skipped, is_last })
+    }
+
+    fn directory_page(self, engine: &Engine, version: u64, is_changed: bool) -> EventPage {
+        let at_ms = engine.registry().directory_changed_ms() as i64;
+        let data = json!({ "version": version });
+        let occurrence = self.occurrence(&format!("evt_tools_{version}"), at_ms, data, version);
+        let occurrences = if is_changed { vec![(version, occurrence)] } else { Vec::new() };
+        EventPage { occurrences, position: version, skipped: false, is_last: true }
+    }
+
+    /// Returns the occurrences among events of calls, and whether some are omitted because of their
+    /// age.
+    async fn call_occurrences(
+        self,
+        engine: &Engine,
+        caller: &Caller,
+        filter: &EventFilter,
+        events: &[CallEvent],
+    ) -> (Vec<(u64, Value)>, bool) {
+        let calls = engine.calls();
         let (mut occurrences, mut skipped) = (Vec::new(), false);
         for event in events.iter().filter(|event| self.includes(event.record.kind)) {
             // A call that is purged meanwhile has no details any more.
@@ -193,7 +230,7 @@ impl EventType {
                 occurrences.push((event.number, occurrence));
             }
         }
-        Ok(Some(EventPage { occurrences, position, skipped }))
+        (occurrences, skipped)
     }
 
     fn call_occurrence(self, engine: &Engine, event: &CallEvent, call: &Call) -> Value {

@@ -48,6 +48,8 @@ impl DeliveryProblem {
 pub(in crate::mcp) struct EventReceiver<'a> {
     pub(in crate::mcp) url: &'a str,
     pub(in crate::mcp) secret: &'a str,
+    /// The secret before a rotation, while messages are signed with both.
+    pub(in crate::mcp) previous_secret: Option<&'a str>,
     pub(in crate::mcp) subscription_id: &'a str,
 }
 
@@ -93,7 +95,7 @@ impl EventSender {
         let error = json!({ "code": super::error_code::FORBIDDEN, "message": reason });
         let message = json!({ "type": "terminated", "error": error });
         let id = format!("msg_terminated_{}", ulid::Ulid::generate());
-        // The subscription has ended, whether its receiver can be told or not.
+        // The subscription has ended, whether or not this message reaches its receiver.
         let _ = self.post(receiver, &id, &message).await;
     }
 
@@ -115,7 +117,7 @@ impl EventSender {
         }
         let repeated = serde_json::from_slice::<Value>(&body).unwrap_or_default();
         let repeated = repeated["challenge"].as_str().unwrap_or_default();
-        // Digests are compared, so that the time tells nothing about the text.
+        // Compares digests, so that the duration reveals nothing about the challenge.
         match Sha256::digest(repeated) == Sha256::digest(&challenge) {
             true => Ok(()),
             false => Err(DeliveryProblem::ChallengeFailed),
@@ -134,8 +136,10 @@ impl EventSender {
         let client = self.client.get_or_init(|| self.outbound.client_builder().build().ok());
         let client = client.as_ref().ok_or(refused)?;
         let (body, timestamp) = (message.to_string(), jiff::Timestamp::now().as_second());
-        let key = parse_secret(receiver.secret).ok_or(refused)?;
-        let signature = sign(&key, id, timestamp, &body).ok_or(refused)?;
+        let secrets = [Some(receiver.secret), receiver.previous_secret].into_iter().flatten();
+        let sign_with = |secret| sign(&parse_secret(secret)?, id, timestamp, &body);
+        let signatures: Option<Vec<String>> = secrets.map(sign_with).collect();
+        let signature = signatures.ok_or(refused)?.join(" ");
         let request = client
             .post(url)
             .timeout(REQUEST_TIMEOUT)

@@ -52,7 +52,7 @@ pub(super) fn card_response(parts: &Parts, public_url: Option<&str>, needs_key: 
     )
 }
 
-/// Returns the list of cards, which has this server's.
+/// Returns the list of cards, which contains only the card of this server.
 pub(super) fn catalog_response(parts: &Parts, public_url: Option<&str>) -> Response {
     let base = base_url(parts, public_url);
     let host = base.split("://").nth(1).unwrap_or_default();

@@ -4,8 +4,8 @@
 //! Most calls take this path. `rmcp` 3.8.0 serves each request like a connection: it parses the
 //! message into an untagged enum, writes it as a tree again to compare it with the headers, builds
 //! the definition of the tool, and passes request and response through three tasks and their
-//! queues. Only a request that is valid beyond doubt is taken here. Any other one is left to
-//! `rmcp`, which explains what is wrong with it.
+//! queues. This module handles only a request that is valid beyond doubt. It leaves any other one
+//! to `rmcp`, which explains what is wrong with it.
 
 use axum::body::{Body, Bytes};
 use axum::http::request::Parts;

@@ -175,6 +175,7 @@ fn to_call_request(
         callback_url: None,
         answers: params.input_responses.map(elicitation::parse_answers).transpose()?,
         rejoin: flag("rejoin")?.unwrap_or(true),
+        joins_waiting: flag("rejoin")?.unwrap_or(true),
         meta: None,
     })
 }
@@ -186,7 +187,8 @@ struct ToolCallWaiter<'a> {
     format: ResultFormat,
     /// The registration of this waiter, if its response is a stream that can be resumed.
     stream: Option<StreamWaiter>,
-    /// True if the MCP client has been asked before, and repeats its request.
+    /// True if an earlier response asked the MCP client for input or named an approval, and the
+    /// client now repeats its request.
     is_resumed: bool,
 }
 
@@ -305,7 +307,7 @@ impl<'a> ToolCallWaiter<'a> {
                 response = self.wait_until_superseded(ticket, call, &keys) => response,
             }
         };
-        // Only rmcp serves MCP clients that are asked while they wait.
+        // Only rmcp can send questions to an MCP client that waits for a response.
         let McpPeer::Rmcp(peer) = &request.peer else { return Ok(false) };
         let answers = match elicitation::elicit(peer, questions, pointless).await {
             ElicitationOutcome::Answers(answers) => answers,

@@ -127,8 +127,8 @@ impl EventStream<'_> {
         self.peer.send_notification(ServerNotification::CustomNotification(notification)).await
     }
 
-    /// Confirms the subscription from the present position on. `truncated` says that events before
-    /// it were left out.
+    /// Confirms the subscription from the present position on. `truncated` is true if events before
+    /// that position were omitted.
     async fn send_active(&self, truncated: bool) -> Result<(), ServiceError> {
         let params = json!({ "cursor": self.position.to_string(), "truncated": truncated,
             "name": self.kind.name() });

@@ -152,24 +152,31 @@ async fn poll(
     let (kind, filter) = parse_event(&params.name, &params.arguments)?;
     let filter = filter.with_max_age(params.max_age_ms);
     let (engine, caller) = (&shared.engine, &view.caller);
-    let newest = kind.newest(engine, caller).await.map_err(tool_result::protocol_error)?;
     let limit = params.max_events.unwrap_or(DEFAULT_MAX_EVENTS).clamp(1, MAX_EVENTS);
     let cursor = parse_cursor(params.cursor.as_deref())?;
-    let mut position = cursor.unwrap_or(newest);
+    let mut position = match cursor {
+        Some(position) => position,
+        None => kind.newest(engine, caller).await.map_err(tool_result::protocol_error)?,
+    };
     let (mut events, mut has_more, mut truncated) = (Vec::new(), false, false);
     let now = tokio::time::Instant::now();
     let wait = cursor.map_or(0, |_| params.timeout_ms.min(MAX_POLL_WAIT_MS));
     let wait_end = now + Duration::from_millis(wait);
-    while !has_more && events.len() < limit {
-        let is_waiting = position >= newest;
-        if is_waiting && (!events.is_empty() || wait == 0) {
-            break;
-        }
-        let deadline = if is_waiting { wait_end } else { now + POLL_TIMEOUT };
-        let reading = kind.wait_for_page(engine, caller, &filter, position);
-        // The remaining events concern calls that this caller may not read, or there is none.
-        let Ok(page) = tokio::time::timeout_at(deadline, reading).await else { break };
-        let Some(page) = page.map_err(tool_result::protocol_error)? else { break };
+    let mut is_waiting = cursor.is_none();
+    loop {
+        let page = match is_waiting {
+            false => kind.read_page(engine, caller, &filter, position).await,
+            true if wait == 0 => break,
+            true => {
+                let waiting = kind.wait_for_page(engine, caller, &filter, position);
+                let Ok(page) = tokio::time::timeout_at(wait_end, waiting).await else { break };
+                match page.transpose() {
+                    Some(page) => page,
+                    None => break,
+                }
+            }
+        };
+        let page = page.map_err(tool_result::protocol_error)?;
         truncated |= page.skipped;
         for (number, occurrence) in page.occurrences {
             if events.len() == limit {
@@ -179,11 +186,20 @@ async fn poll(
             position = number;
             events.push(occurrence);
         }
-        if !has_more {
-            position = page.position;
+        if has_more {
+            break;
+        }
+        position = page.position;
+        is_waiting |= page.is_last;
+        if is_waiting && !events.is_empty() {
+            break;
+        }
+        // The remaining events may concern this caller, and another poll reads them.
+        if !is_waiting && (events.len() == limit || now.elapsed() > POLL_TIMEOUT) {
+            has_more = true;
+            break;
         }
     }
-    has_more |= position < newest;
     Ok(json!({
         "events": events, "cursor": position.to_string(), "truncated": truncated,
         "hasMore": has_more, "nextPollMs": POLL_INTERVAL_MS,
@@ -231,7 +247,7 @@ async fn subscribe(
     }
     verify_receiver(events, caller, &record, &id).await?;
     record.position = match (&earlier, parse_cursor(params.cursor.as_deref())?) {
-        // Delivery continues where it is.
+        // Delivery continues from its present position.
         (Some((earlier, _)), _) => earlier.position,
         (None, Some(position)) => position,
         (None, None) => {
@@ -240,6 +256,9 @@ async fn subscribe(
         }
     };
     let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
+    if let Some((earlier, _)) = &earlier {
+        record.keep_secret_of(earlier, now_ms);
+    }
     record.expires_ms = match params.ttl_ms {
         Some(None) => None,
         Some(Some(ttl_ms)) => Some(now_ms + ttl_ms.clamp(60_000, MAX_TTL_MS)),
@@ -273,7 +292,12 @@ async fn verify_receiver(
     if events.is_verified(caller, &record.url) {
         return Ok(());
     }
-    let receiver = EventReceiver { url: &record.url, secret: &record.secret, subscription_id: id };
+    let receiver = EventReceiver {
+        url: &record.url,
+        secret: &record.secret,
+        previous_secret: None,
+        subscription_id: id,
+    };
     events.sender.verify(&receiver).await.map_err(|problem| {
         let message = "the URL did not confirm that it wants messages";
         let data = json!({ "reason": problem.as_str() });

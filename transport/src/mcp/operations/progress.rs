@@ -150,8 +150,8 @@ impl ProgressSubscription {
     }
 }
 
-/// Returns the next progress value. MCP requires each value to exceed the one before, regardless of
-/// the tool reports.
+/// Returns the next progress value. MCP requires each value to exceed the one before, so this does
+/// not repeat or decrease a value even if the tool does.
 fn next_progress_value(last: Option<f64>, reported: Option<f64>) -> f64 {
     let reported =
         reported.filter(|reported| last.map_or(*reported >= 0.0, |last| *reported > last));

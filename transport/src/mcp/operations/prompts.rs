@@ -58,7 +58,7 @@ pub(crate) async fn complete(
     }
     let source = view.source.as_deref();
     let mut completed = shared.passthrough.complete(&view.caller, source, params).await?;
-    // An upstream of a legacy revision leaves it out.
+    // An upstream of a legacy revision omits the result type.
     completed.result_type = Some(ResultType::COMPLETE);
     Ok(completed)
 }

@@ -19,13 +19,14 @@ use toolcrib::domain::tool::MCP_HELPER_TOOLS;
 use toolcrib::registry::name_for_model;
 use toolcrib::schema::to_model_schema;
 
-/// Returns the result of a call that had not ended when its MCP client got a response.
+/// The tool that returns the result of a call that had not ended when its MCP client got a
+/// response.
 pub(crate) const CALL_RESULT: &str = MCP_HELPER_TOOLS[0];
-/// Searches all tools.
+/// The tool that searches all tools.
 pub(crate) const SEARCH: &str = MCP_HELPER_TOOLS[1];
-/// Describes tools by name.
+/// The tool that describes tools by name.
 pub(crate) const DESCRIBE: &str = MCP_HELPER_TOOLS[2];
-/// Calls a tool by name.
+/// The tool that calls a tool by name.
 pub(crate) const CALL: &str = MCP_HELPER_TOOLS[3];
 
 /// Returns the helper tool that an MCP client calls by this name, in either form.

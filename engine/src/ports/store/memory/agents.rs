@@ -73,6 +73,11 @@ impl AgentStore for MemoryStore {
         Ok(())
     }
 
+    async fn count_boxes(&self, project: &str) -> Result<usize, StoreError> {
+        let state = self.state.lock();
+        Ok(state.agents.boxes.keys().filter(|(owner, _)| owner == project).count())
+    }
+
     async fn card_box(&self, project: &str, box_id: &str) -> Result<Option<CardBox>, StoreError> {
         let key = (project.to_owned(), box_id.to_owned());
         Ok(self.state.lock().agents.boxes.get(&key).cloned())

@@ -155,6 +155,29 @@ impl UtpStore for UtpMemoryStore {
         Ok(self.0.lock().turns.get(&key).cloned())
     }
 
+    async fn tree_turns(
+        &self,
+        project: &str,
+        root_id: &str,
+        after: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<Turn>, StoreError> {
+        let state = self.0.lock();
+        let mut found: Vec<Turn> = state
+            .turns
+            .values()
+            .filter(|turn| {
+                turn.project == project
+                    && turn.tree_root_id() == Some(root_id)
+                    && after.as_ref().is_none_or(|after| turn.turn_id > *after)
+            })
+            .cloned()
+            .collect();
+        found.sort_by(|a, b| a.turn_id.cmp(&b.turn_id));
+        found.truncate(limit);
+        Ok(found)
+    }
+
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<SaveResult, StoreError> {
         let mut state = self.0.lock();
         let key = (turn.project.clone(), turn.turn_id.clone());

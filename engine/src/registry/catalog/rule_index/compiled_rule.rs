@@ -169,7 +169,8 @@ impl VariableSource for CheckVariables<'_, '_> {
     }
 }
 
-/// Returns a field of the tool. A name that is no tool has no other fields.
+/// Returns a field of the tool for a condition. A name that is no tool has its name and an empty
+/// list of tags; its other fields are null.
 fn describe_tool(name: &str, properties: ToolProperties<'_>, field: &str) -> Value {
     let ToolProperties::Known(entry) = properties else {
         if let ToolProperties::Passthrough { upstream, risk } = properties {

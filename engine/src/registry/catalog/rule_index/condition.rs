@@ -31,7 +31,7 @@ const MAX_DEPTH: usize = 48;
 const PARSER_STACK_BYTES: usize = 64 << 20;
 /// Maximum number of comprehensions in an expression.
 const MAX_COMPREHENSIONS: usize = 4;
-/// Maximum length of a pattern of `matches`, and of its compiled form.
+/// Maximum size of a pattern of `matches`, as text and compiled.
 const MAX_PATTERN_BYTES: usize = 256;
 const MAX_COMPILED_PATTERN_BYTES: usize = 1 << 17;
 /// Maximum size of arguments that conditions are evaluated on.
@@ -323,7 +323,8 @@ impl RuleCondition {
     }
 }
 
-/// Returns true if the brackets of a source are nested too deep, in texts or outside of them.
+/// Returns true if the brackets of an expression are nested too deep. Brackets in string literals
+/// count too.
 fn has_deep_brackets(source: &str) -> bool {
     let mut depth = 0_usize;
     source.chars().any(|c| {

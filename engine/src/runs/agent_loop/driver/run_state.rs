@@ -20,6 +20,7 @@ use crate::domain::json::Json;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
 use crate::domain::run::options::DEFAULT_RESULT_TOKENS;
 use crate::domain::run::progress::{PendingCall, RunProgress};
+use crate::lifecycle::{MAY_HAVE_HAPPENED, split_warning};
 use crate::model_formats::{fault_content, pending_content};
 use crate::ports::core::from_store_error;
 use crate::runs::agent_loop::late_results::late_entry_result;
@@ -50,7 +51,7 @@ const FAILURE_TOKENS: usize = 80;
 enum LoopOwner {
     /// A caller that waits for the outcome of the loop and executes its own tools.
     Caller,
-    /// A stored run. Calls of caller tools are recorded, and their results arrive late.
+    /// A stored run. Calls of caller tools are recorded, and the loop waits for their results.
     StoredRun,
     /// A replay, which executes and reads nothing.
     Replay,
@@ -86,14 +87,14 @@ pub(super) struct RecordedCalls(Mutex<Vec<(ToolCall, Option<ToolResult>)>>);
 impl RecordedCalls {
     /// Records the call of an event that answers one.
     pub(super) fn push(&self, event: &LoopEvent<'_>) {
-        let LoopEvent::CallAnswered { settled, .. } = event else { return };
-        let recorded = match settled.call() {
+        let LoopEvent::CallAnswered { result, .. } = event else { return };
+        let recorded = match result.call() {
             Some(call) => (ToolCall::from(&**call), ToolResult::from_call(call)),
             None => {
-                let id = settled.call_id.clone().unwrap_or_default();
-                let name = settled.name.clone().unwrap_or_default();
+                let id = result.call_id.clone().unwrap_or_default();
+                let name = result.name.clone().unwrap_or_default();
                 let refused = || Fault::new(Code::Internal, "the call was refused");
-                let fault = settled.error().cloned().unwrap_or_else(refused);
+                let fault = result.error().cloned().unwrap_or_else(refused);
                 let call = ToolCall::new(id.clone(), name, Json::empty_object());
                 (call, Some(ToolResult::new(id, Err(fault))))
             }
@@ -103,8 +104,8 @@ impl RecordedCalls {
 }
 
 impl<'a> AgentLoop<'a> {
-    /// Lets the loop record calls of caller tools of the run's context: a stored run has no caller
-    /// that could execute them at once.
+    /// Lets the loop record calls of caller tools of the run's context, because a stored run has no
+    /// caller that could execute them at once, and offer the tool that ends a run.
     pub(crate) fn for_stored_run(mut self) -> Self {
         self.run_state.owner = LoopOwner::StoredRun;
         self.tool_selection.add_finish(self.engine, self.caller);
@@ -150,8 +151,8 @@ impl<'a> AgentLoop<'a> {
         if !is_same {
             let set = selection.as_ref().and_then(|set| set.toolcrib_tools.as_deref());
             let given = self.options.offered_tools();
-            // The later choice counts: a stored run was started before its tools were set, and a
-            // request or a handoff came after that.
+            // The later selection takes precedence. The tools of a stored run are set after its
+            // start; a request or a handoff selects its tools after that.
             let patterns = match self.run_state.owner {
                 LoopOwner::StoredRun if self.options.active_agent.is_none() => set.or(given),
                 _ => given.or(set),
@@ -244,8 +245,17 @@ impl<'a> AgentLoop<'a> {
         }
     }
 
-    /// Adds the calls of one step and their results to the context.
-    pub(super) fn record_results(&mut self, recorded: RecordedCalls, progress: &mut RunProgress) {
+    /// Adds the calls of one step and their results to the context, and notes its failures, also
+    /// those of calls that were refused.
+    pub(super) fn record_results(
+        &mut self,
+        recorded: RecordedCalls,
+        refused: &[(String, Fault)],
+        progress: &mut RunProgress,
+    ) {
+        for (name, fault) in refused {
+            note_failure(progress, name, fault);
+        }
         let context = &mut self.run_state.context;
         let recorded = recorded.0.into_inner();
         if recorded.is_empty() {
@@ -392,10 +402,16 @@ impl<'a> AgentLoop<'a> {
 fn note_failure(progress: &mut RunProgress, tool: &str, fault: &Fault) {
     progress.has_withheld_call |= matches!(fault.code, Code::Canceled | Code::PermissionDenied);
     let fault = fault.to_string();
-    let failure = match RunProgress::innermost_failure(&fault) {
-        // Each agent would repeat the failures of all agents below it.
+    let (fault, is_warned) = split_warning(&fault);
+    let failure = match RunProgress::innermost_failure(fault) {
+        // Keep only the innermost cause: otherwise each agent would repeat the failures of all
+        // agents below it.
         Some(cause) => format!("{tool}: … {cause}"),
         None => format!("{tool}: {fault}"),
     };
-    progress.last_failure = Some(truncate_to_tokens(&failure, FAILURE_TOKENS));
+    let failure = truncate_to_tokens(&failure, FAILURE_TOKENS);
+    progress.last_failure = Some(match is_warned {
+        true => format!("{failure}; {MAY_HAVE_HAPPENED}"),
+        false => failure,
+    });
 }

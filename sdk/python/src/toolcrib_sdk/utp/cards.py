@@ -120,7 +120,7 @@ class CardBox:
         headers: Optional[Mapping[str, str]] = None,
         timeout_s: float = 60.0,
     ) -> List[Card]:
-        """Returns the cards, in the order of the ids; a card that does not exist is left out."""
+        """Returns the cards, in the order of the ids; a card that does not exist is omitted."""
         body = {"card_ids": list(card_ids)}
         try:
             reply = await rpc.request(

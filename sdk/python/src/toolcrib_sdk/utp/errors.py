@@ -75,7 +75,7 @@ class OutcomeUnknown(CGError):
     """The tool may have taken effect, but its result is not known."""
 
     def __init__(self, message: str, *, detail: Any = None) -> None:
-        # UTP has no code for this; Toolcrib reads its own one from the detail.
+        # UTP has no code for this; Toolcrib reads its own code from the detail.
         known = detail if isinstance(detail, dict) else ({} if detail is None else {"detail": detail})
         super().__init__(message, detail={**known, "toolcrib_code": "OUTCOME_UNKNOWN"})
 

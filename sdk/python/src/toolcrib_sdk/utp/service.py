@@ -75,7 +75,7 @@ class Call:
     metadata: Dict[str, Any] = field(default_factory=dict)
 
     def remaining_s(self) -> Optional[float]:
-        """Returns the time until the deadline of the call, or None if it has none."""
+        """Returns the seconds until the deadline of the call, or None if it has none."""
         if self.deadline_at_ms is None:
             return None
         return self.deadline_at_ms / 1000 - time.time()
@@ -210,7 +210,7 @@ class Service:
         self._tools: Dict[str, Handler] = {}
         self._targets: Set[str] = set()
         self._running: Set[CallKey] = set()
-        # The delivery number of calls that this process gave back before it started them.
+        # The delivery number of each call that this process returned without starting it.
         self._returned: Dict[CallKey, int] = {}
         self._nats: Any = None
         self._cards: Any = None
@@ -380,7 +380,7 @@ class Service:
         await self._report(command, tool_name, metadata, outcome)
 
     async def _read_card(self, command: _Command) -> Tuple[Card, bool]:
-        """Returns the `tool.call` card, and true if the call has ended. Reading it takes the call."""
+        """Returns the `tool.call` card, and true if the call has ended. Acknowledges the call."""
         card_id = str(command.data["tool_call_card_id"])
         subject = self._rpc_subject(command, "cards.get")
         headers = command.rpc_headers(self.name)
@@ -418,7 +418,7 @@ class Service:
         if is_repeated and not command.may_run_twice():
             raise OutcomeUnknown(
                 f"{tool_name} was started before and its result is unknown: it may have happened, "
-                "and was not started again"
+                "and was not started again; a retry is not safe"
             )
         handler = self._tools.get(tool_name)
         if handler is None:

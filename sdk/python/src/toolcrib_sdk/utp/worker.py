@@ -49,13 +49,15 @@ class Turn:
         self.deadline_at_ms: Optional[int] = payload.get("deadline_at_ms")
         self.traceparent: Optional[str] = item.get("traceparent")
         self.depth: int = int(item.get("recursion_depth") or 0)
+        # Tokens that the handler's model has used; a handler that has one adds them.
+        self.tokens: int = 0
         self._instruction_card_id: Optional[str] = payload.get("instruction_card_id")
         self._worker, self._base, self._calls = worker, base, 0
         # A renewal must not use the epoch of a turn that is being resumed.
         self._lock = asyncio.Lock()
 
     def remaining_s(self) -> Optional[float]:
-        """Returns the time until the caller gives up, or None if it has no deadline."""
+        """Returns the seconds until the caller gives up, or None if it has no deadline."""
         if self.deadline_at_ms is None:
             return None
         return self.deadline_at_ms / 1000 - time.time()
@@ -66,7 +68,12 @@ class Turn:
         call_id = f"call_{self.turn_epoch}_{self._calls}"
         call = {"tool_call_id": call_id, "tool_name": name, "arguments": arguments}
         async with self._lock:
-            body = {"turn_epoch": self.turn_epoch, "step_id": f"step_{call_id}", "calls": [call]}
+            body = {
+                "turn_epoch": self.turn_epoch,
+                "step_id": f"step_{call_id}",
+                "calls": [call],
+                **self._usage(),
+            }
             await self._request("dispatch", body)
             # With the same id, a repeated request gets the response that was lost.
             request_id = uuid.uuid4().hex
@@ -88,6 +95,10 @@ class Turn:
             error = result.get("error") or {}
             raise ToolFailed(str(error.get("message") or f"{name} failed"))
         return result["result"]
+
+    def _usage(self) -> Dict[str, int]:
+        # A server that does not know the field refuses it.
+        return {"tokens": self.tokens} if self.tokens else {}
 
     async def _request(self, operation: str, body: Mapping[str, Any]) -> Dict[str, Any]:
         body = {"agent_turn_id": self.agent_turn_id, **body}
@@ -129,12 +140,21 @@ class Turn:
             "metadata": {"agent_turn_id": self.agent_turn_id},
         }
         await self._worker._request(f"{self._base}.rpc.sys.cards.put", {"card": card})
-        body = {"turn_epoch": self.turn_epoch, "deliverable_card_id": card["card_id"]}
+        body = {
+            "turn_epoch": self.turn_epoch,
+            "deliverable_card_id": card["card_id"],
+            **self._usage(),
+        }
         await self._request("finish", body)
 
     async def _fail(self, error: BaseException) -> None:
         reason = (str(error) or type(error).__name__)[:MAX_REASON]
-        body = {"turn_epoch": self.turn_epoch, "status": "failed", "reason": reason}
+        body = {
+            "turn_epoch": self.turn_epoch,
+            "status": "failed",
+            "reason": reason,
+            **self._usage(),
+        }
         await self._request("finish", body)
 
 
@@ -293,7 +313,7 @@ class Worker:
         except rpc.ServerUnavailable:
             raise
         except (CGError, TypeError, ValueError) as error:
-            # A turn that is not ended runs again: its handler must not repeat its effects.
+            # A turn that has not ended would run again, and its handler would repeat its effects.
             log.warning("%s: the deliverable was not accepted: %r", turn.agent_turn_id, error)
             await turn._fail(error)
             return

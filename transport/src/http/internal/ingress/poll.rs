@@ -1,5 +1,5 @@
-//! Long poll: one request, one response. Toolcrib marks the requests that it hands over as taken
-//! (RUNNING) before it responds, unless the client acknowledges each request itself.
+//! Long poll: one request, one response. Toolcrib marks the requests that it hands over as
+//! acknowledged (RUNNING) before it responds, unless the client acknowledges each one itself.
 
 use axum::Json;
 use axum::extract::State;
@@ -98,8 +98,8 @@ pub(in super::super) async fn poll(
     while let Some(message) = next {
         match message {
             ClientMessage::Execute(request) => waiting.push(request),
-            // Reported below, together with cancellations that arrive while the requests are taken.
-            // Storing it in the session keeps it if that fails.
+            // Reported below, together with cancellations that arrive while the requests are being
+            // acknowledged. The session keeps the cancellation if this poll fails.
             cancel => {
                 has_cancels = true;
                 session.defer_cancel(cancel);

@@ -53,7 +53,7 @@ use crate::http::problem::ApiError;
 /// finishes.
 const MAX_CONCURRENT_MESSAGES: usize = 64;
 
-/// Initial size of the buffers of a connection, most of which are idle.
+/// Initial size of the buffers of a connection. It is small, because most connections are idle.
 const BUFFER_BYTES: usize = 4 * 1024;
 
 /// Maximum number of bytes drained of an oversized message, as a multiple of the message limit.
@@ -241,7 +241,8 @@ impl WsConnection {
         let limiter = MessageLimiter::new(MAX_CONCURRENT_MESSAGES, self.max_message_bytes);
         let mut last_on_call: HashMap<CallId, JoinHandle<()>> = HashMap::new();
         let mut heartbeat = tokio::time::interval(self.heartbeat);
-        // After a pause of this process, sends one ping and leaves time for the response.
+        // After this process was suspended, `Delay` sends one ping instead of all missed ones, and
+        // leaves time for the response.
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // Number of consecutive pings without a sign of life. It counts pings and not time, so that
         // a client is not disconnected because this process or its machine was suspended.
@@ -308,7 +309,7 @@ impl WsConnection {
         }
     }
 
-    /// Handles a message and sends what follows from it. The permit bounds messages in progress.
+    /// Handles a message and sends the responses to it. The permit bounds messages in progress.
     async fn answer_message(
         &self,
         header: Result<WsMessageHeader, Error>,
@@ -317,7 +318,8 @@ impl WsConnection {
         answers: &mpsc::Sender<Value>,
     ) {
         if header.as_ref().is_ok_and(|header| header.kind == "approvals_follow") {
-            // It lasts as long as the connection, and holds up no other message.
+            // The subscription lasts as long as the connection, so it must not hold the permit that
+            // other messages need.
             drop((permit, payload));
             if let Err(error) = self.follow_approvals(answers).await {
                 let _ = answers.send(error_body(None, &error)).await;
@@ -433,7 +435,7 @@ impl WsConnection {
     ) -> Result<Option<Value>, Error> {
         match header.kind.as_str() {
             "approval_decide" => return self.decide_approvals(payload).await.map(Some),
-            // The connection answers it: more than one message follows.
+            // `answer_message` handles this type, because more than one message follows.
             "approvals_follow" => return Ok(None),
             _ => {}
         }

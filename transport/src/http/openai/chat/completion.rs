@@ -90,8 +90,16 @@ impl ChunkWriter {
         Event::default().data(self.chunk(&json!([choice])).to_string())
     }
 
-    fn first_chunk(&self) -> Event {
-        self.delta(&json!({ "role": "assistant", "content": "" }), None)
+    /// Returns the first chunk. It says if the request joined a conversation, because the metadata
+    /// at the end is sent only on request.
+    fn first_chunk(&self, joined: bool) -> Event {
+        let choice = json!({ "index": 0, "delta": { "role": "assistant", "content": "" },
+            "logprobs": null, "finish_reason": null });
+        let mut chunk = self.chunk(&json!([choice]));
+        if joined {
+            chunk["toolcrib"] = json!({ "joined": true });
+        }
+        Event::default().data(chunk.to_string())
     }
 
     fn on_event(&mut self, event: StreamEvent) -> Option<Event> {
@@ -137,7 +145,7 @@ pub(super) async fn stream_response(
 ) -> Result<Response, OpenAiError> {
     let (id, created) = (new_id(), Timestamp::now().as_second());
     let mut chunks = ChunkWriter { id, created, format, has_text: false, new_step: false };
-    let mut begin = vec![chunks.first_chunk()];
+    let mut begin = vec![chunks.first_chunk(requester.joined)];
     let mut has_ended = false;
     loop {
         match requester.next().await {

@@ -207,7 +207,7 @@ pub(in crate::http::v1) async fn export_audit(
 ) -> Result<Response, ApiError> {
     let limit = parse_limit(query.limit)?;
     let after = query.after.unwrap_or(0);
-    // The first page here, so that a refusal is a response and not a broken stream.
+    // Reads the first page here, so that a refusal is a response and not a broken stream.
     let first = state.engine.admin().export_audit_log(&caller, after).await?;
     let kind = (header::CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"));
     let body = match limit {

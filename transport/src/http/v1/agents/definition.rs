@@ -8,11 +8,12 @@ use serde::Serialize;
 use serde_json::Value;
 use toolcrib::domain::agent::{AgentDefinition, AgentEntry, AgentVersion, agent_tool_name};
 use toolcrib::domain::fault::{Code, Error, Fault};
-use toolcrib::registry::parse_agent_definition;
 use utoipa::ToSchema;
 
 use super::super::super::HttpState;
-use crate::http::extract::{self, AuthenticatedCaller, NamePath};
+use crate::http::extract::{
+    self, AuthenticatedCaller, NamePath, UnknownField, refuse_unknown_fields,
+};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// An agent that can be called, woken, or both.
@@ -57,6 +58,12 @@ pub(crate) struct AgentProfileBody {
     model: Option<String>,
     /// Names and patterns of its tools (default: all that its caller may call).
     tools: Option<Vec<String>>,
+    /// Tool definitions that its model receives: `auto`, `all`, `search` or `pinned` (default: the
+    /// server's setting).
+    tool_mode: Option<String>,
+    /// Names and patterns of the tools that every request offers in the modes `search` and
+    /// `pinned` (default: the server's setting).
+    pinned_tools: Option<Vec<String>>,
     limits: Option<AgentLimitsBody>,
     /// Names of the result's fields, or objects with `name`, `type`, `description`, `required`.
     #[schema(value_type = Option<Vec<Object>>)]
@@ -169,14 +176,8 @@ pub(crate) async fn put(
     request: Request<body::Body>,
 ) -> Result<Json<AgentBody>, ApiError> {
     let document = read_agent_document(request, state.settings.max_body_bytes).await?;
-    let has = |name: &str| document.get(name).is_some_and(|value| !value.is_null());
-    let roster = state.engine.roster();
-    if has("worker_target") && !has("driver") && !has("on_parent_end") {
-        let entry = roster_entry(&caller.project, agent_id, &document)?;
-        return Ok(Json(roster.put_agent_entry(&caller, entry).await?.into()));
-    }
-    let definition = parse_agent_definition(Some(&agent_id), &document)?;
-    Ok(Json(roster.define_agent(&caller, definition, None).await?.into()))
+    refuse_unknown_roster_fields(&document)?;
+    Ok(Json(state.engine.roster().put_agent(&caller, Some(&agent_id), &document).await?.into()))
 }
 
 /// Lists the newest versions of an agent, newest first; also of one that was removed.
@@ -198,6 +199,32 @@ pub(crate) async fn versions(
     Ok((StatusCode::OK, Json(AgentVersionList { versions })).into_response())
 }
 
+/// Refuses unknown fields of an entry of the roster. Those of an agent that can be called are
+/// refused when its definition is read. Fields that only a response has are accepted, so that a
+/// response can be sent back.
+fn refuse_unknown_roster_fields(document: &Value) -> Result<(), Error> {
+    const KNOWN: &[&str] = &["agent_id", "worker_target", "allowed_tools", "profile"];
+    const RESPONSE_FIELDS: &[&str] =
+        &["version", "tool", "created_by", "derived_from", "updated_at_ms"];
+    let has = |name: &str| document.get(name).is_some_and(|value| !value.is_null());
+    if !has("worker_target") || has("driver") || has("on_parent_end") {
+        return Ok(());
+    }
+    let given = document.as_object().into_iter().flatten();
+    let unknown: Vec<UnknownField> = given
+        .filter(|(name, value)| !value.is_null() || !is_request_field(name))
+        .map(|(name, _)| name.as_str())
+        .filter(|name| !KNOWN.contains(name) && !RESPONSE_FIELDS.contains(name))
+        .map(|name| UnknownField::new("", name, KNOWN))
+        .collect();
+    refuse_unknown_fields(&unknown)
+}
+
+/// Returns true for a field of an agent that can be called; null stands for its absence.
+fn is_request_field(name: &str) -> bool {
+    ["driver", "on_parent_end", "wakeup_url"].contains(&name)
+}
+
 /// Reads the body as JSON, or as YAML if its content type says so.
 async fn read_agent_document(request: Request, limit: usize) -> Result<Value, ApiError> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
@@ -215,32 +242,4 @@ async fn read_agent_document(request: Request, limit: usize) -> Result<Value, Ap
     let text = std::str::from_utf8(&bytes).map_err(|_| refused("the YAML is not UTF-8".into()))?;
     toolcrib_protocol::yaml::parse(text)
         .map_err(|reason| refused(format!("the YAML cannot be read: {reason}")))
-}
-
-/// Reads the entry of an agent that can only be woken.
-fn roster_entry(project: &str, agent_id: String, document: &Value) -> Result<AgentEntry, Error> {
-    let invalid = |field: &str, expected: &str| {
-        let message = format!("{field} must be {expected}");
-        let fault = Fault::new(Code::ValidationError, message).without_side_effect();
-        Error::from(fault.with_detail(serde_json::json!({ "pointer": format!("/{field}") })))
-    };
-    let worker_target = document["worker_target"].as_str();
-    let worker_target = worker_target.ok_or_else(|| invalid("worker_target", "a text"))?;
-    let allowed_tools = match document.get("allowed_tools") {
-        None | Some(Value::Null) => None,
-        Some(list) => Some(
-            serde_json::from_value(list.clone())
-                .map_err(|_| invalid("allowed_tools", "a list of names and patterns"))?,
-        ),
-    };
-    let profile = document.get("profile").filter(|profile| !profile.is_null());
-    Ok(AgentEntry {
-        project: project.to_owned(),
-        agent_id,
-        worker_target: worker_target.to_owned(),
-        profile: profile.map(toolcrib::Json::from_value),
-        allowed_tools,
-        updated_ms: 0,
-        definition: None,
-    })
 }

@@ -61,7 +61,7 @@ pub(in super::super) async fn replay(
                 let _ = delta_sender.try_send(sse_message(name, data));
             }
         };
-        let engine = state.engine;
+        let engine = state.engine.clone();
         let playing =
             engine.runs().replay_run(&caller, &run_id, body.model.as_deref(), &event_sink);
         let last = tokio::select! {

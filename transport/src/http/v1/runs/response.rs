@@ -198,7 +198,7 @@ pub(crate) fn to_summary(run: &Run) -> RunSummary {
         status: run.status.as_str(),
         model: run.model.clone(),
         agent: run.owner.agent.clone(),
-        active_agent: run.options.active_agent.as_ref().map(|agent| agent.agent_id.clone()),
+        active_agent: run.active_agent_id().map(str::to_owned),
         agent_id: lineage.map(|lineage| lineage.agent_id.clone()),
         parent_run_id: lineage.and_then(|lineage| lineage.parent_run_id.clone()),
         tool_call_id: lineage.map(|lineage| lineage.call_id.to_string()),

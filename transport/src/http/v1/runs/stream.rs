@@ -56,8 +56,8 @@ struct RunEventStream {
 pub(in super::super) struct RunStreamQuery {
     /// Only events after this number. The header `Last-Event-ID` takes precedence.
     after: Option<u64>,
-    /// `idle`: the stream of a run id that only groups calls, such as that of a chat completion,
-    /// ends when the run has no open call and no conversation in progress.
+    /// `idle`: the stream of a run id that only groups calls ends when it has no open call and no
+    /// chat completion or response in progress.
     until: Option<String>,
 }
 
@@ -98,8 +98,8 @@ impl StreamPosition {
 
 /// Streams the events of a run and all its calls, from its first event on.
 ///
-/// For a run that Toolcrib drives, the stream includes the model's output as it is generated, and
-/// ends with the run.
+/// For a run that Toolcrib drives, and for a chat completion or response in progress, the stream
+/// includes the model's output as it is generated, and ends with the run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
     params(("run_id" = String, Path, description = "The run"), RunStreamQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "Continue after this event")),
@@ -115,7 +115,7 @@ pub(in super::super) async fn run_events(
     let ends_when_idle = query.ends_when_idle()?;
     let after = resume_position(&headers, &EventStreamQuery { after: query.after })?.unwrap_or(0);
     let subscription = state.engine.runs().streams().subscribe(&caller, &run_id).await?;
-    let events = open_stream(state.engine, credentials, run_id, after, subscription);
+    let events = open_stream(state.engine.clone(), credentials, run_id, after, subscription);
     Ok(send_stream(RunEventStream { ends_when_idle, ..events }))
 }
 
@@ -138,8 +138,11 @@ fn open_stream(
     after: u64,
     subscription: RunSubscription,
 ) -> RunEventStream {
-    // The run's first journal entry precedes all deltas.
-    let order = StreamPosition { step: (after == 0).then_some(0), calls_pending: after == 0 };
+    // The run's first journal entry precedes all deltas, except those of a conversation in
+    // progress, which is stored when it ends.
+    let awaits_first_entry = after == 0 && !subscription.is_of_conversation();
+    let order =
+        StreamPosition { step: awaits_first_entry.then_some(0), calls_pending: awaits_first_entry };
     let (page, buffered) = (VecDeque::new(), VecDeque::new());
     RunEventStream {
         engine,

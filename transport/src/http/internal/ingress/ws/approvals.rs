@@ -1,5 +1,5 @@
-//! Approvals on a WebSocket: `approvals_follow` sends each request and decision from then on, and
-//! `approval_decide` decides. Both need the same permission as over HTTP.
+//! Approvals on a WebSocket: after `approvals_follow`, Toolcrib sends each new approval and each
+//! decision; `approval_decide` decides. Both need the same permission as over HTTP.
 
 use serde_json::{Value, json};
 use tokio::sync::mpsc;

@@ -28,7 +28,7 @@ impl<S: AsyncRead + Unpin> FrameInspector<S> {
         Self { inner, scanner: FrameScanner { limit: limit as u64, ..FrameScanner::default() } }
     }
 
-    /// Reads to the end of the oversized message, but at most `most` bytes of it. A client that is
+    /// Reads to the end of the oversized message, but stops after `limit` bytes. A client that is
     /// still sending reads no response before it has finished.
     pub(super) async fn drain_oversized(&mut self, limit: usize) {
         let mut scrap = vec![0; 65_536];

@@ -1,11 +1,12 @@
-//! The trees of agents in memory: which run called which, and what is left of their budgets.
+//! The trees of agents in memory: which run or turn called which, and the rest of their budgets.
 //!
-//! The budget of a run is reserved in its caller's budget until the run ends; then only its usage
-//! counts. A run without one draws from the nearest budget above it. Everything here follows from
-//! the stored runs, so a restart rebuilds it.
+//! The budget of a run or turn is reserved in its caller's budget until it ends; then only its
+//! usage counts. One without a budget draws from the nearest budget above it. Everything here
+//! follows from the stored runs and turns, so a restart rebuilds it.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde_json::json;
@@ -18,7 +19,7 @@ use crate::domain::run::progress::StopReason;
 use crate::domain::run::{Run, RunBudget, RunLineage};
 use crate::domain::utp::Turn;
 
-/// A project and the first run of a tree.
+/// A project, and the id of the first run or turn of a tree.
 pub(crate) type TreeKey = (String, String);
 
 /// A number of calls and of tokens.
@@ -73,8 +74,13 @@ struct TreeNode {
     parent: Option<String>,
     children: Vec<String>,
     budget: RunBudget,
-    /// Used by the run itself; nothing for a turn, whose worker has its own model.
+    /// Used by the run or turn itself, as stored. The tokens of a turn are those that its worker
+    /// reports.
     used: Amounts,
+    /// Calls of a turn that are being made and are not stored with it yet.
+    unstored_calls: u64,
+    /// True for a turn. Its calls count from their start, those of a run from the end of its step.
+    is_turn: bool,
     is_open: bool,
     call_id: Option<CallId>,
     on_parent_end: OnParentEnd,
@@ -85,7 +91,7 @@ struct Tree {
     nodes: HashMap<String, TreeNode>,
 }
 
-/// An open run that another run called.
+/// An open run or turn that another run or turn called.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OpenChild {
     pub(crate) run_id: String,
@@ -105,7 +111,7 @@ pub(crate) struct ChildReservation<'a> {
     pub(crate) max_children: usize,
 }
 
-/// The budgets of the trees that have open runs.
+/// The budgets of the trees that have open runs or turns.
 #[derive(Default)]
 pub(crate) struct TreeBudgets {
     state: Mutex<TreesState>,
@@ -131,7 +137,8 @@ impl TreesState {
     }
 }
 
-/// Returns the budget of a run: what its lineage reserves, or the limits that its request sets.
+/// Returns the budget of a run: the part that its lineage reserves, or the limits that its request
+/// sets.
 fn budget_of(run: &Run) -> RunBudget {
     if let Some(lineage) = &run.lineage {
         return lineage.budget;
@@ -151,7 +158,47 @@ fn used_by(run: &Run) -> Amounts {
     }
 }
 
+fn used_by_turn(turn: &Turn) -> Amounts {
+    let delegation = turn.delegation.as_deref();
+    delegation.map_or_else(Amounts::default, |delegation| Amounts {
+        calls: delegation.used_calls,
+        tokens: delegation.used_tokens,
+    })
+}
+
+/// Returns the fault of a call for which the budget does not suffice.
+pub(crate) fn too_many_calls_fault(limit: u64, resource: &str) -> Fault {
+    let unit = if resource == "calls" { "tool calls" } else { resource };
+    let message = format!("not done: the limit of {limit} {unit} is reached");
+    let detail = json!({ "limit": limit, "resource": resource });
+    Fault::new(Code::RateLimited, message).with_detail(detail).without_side_effect()
+}
+
+/// A call of a turn that is charged and not stored with the turn yet. When it is dropped, the call
+/// counts only if the turn was stored with it.
+pub(crate) struct CallCharge {
+    budgets: Arc<TreeBudgets>,
+    key: TreeKey,
+    turn_id: String,
+}
+
+impl Drop for CallCharge {
+    fn drop(&mut self) {
+        let mut state = self.budgets.state.lock();
+        let tree = state.trees.get_mut(&self.key);
+        if let Some(node) = tree.and_then(|tree| tree.nodes.get_mut(&self.turn_id)) {
+            node.unstored_calls = node.unstored_calls.saturating_sub(1);
+        }
+    }
+}
+
 impl TreeNode {
+    /// Returns what the run or turn itself has used.
+    fn used(&self, resource: Resource) -> u64 {
+        let unstored = Amounts { calls: self.unstored_calls, tokens: 0 };
+        resource.of(&self.used).saturating_add(resource.of(&unstored))
+    }
+
     fn from_run(run: &Run) -> Self {
         let lineage = run.lineage.as_deref();
         Self {
@@ -159,6 +206,8 @@ impl TreeNode {
             children: Vec::new(),
             budget: budget_of(run),
             used: used_by(run),
+            unstored_calls: 0,
+            is_turn: false,
             is_open: !run.status.is_terminal(),
             call_id: lineage.map(|lineage| lineage.call_id.clone()),
             on_parent_end: lineage.map_or_else(OnParentEnd::default, |l| l.on_parent_end),
@@ -173,7 +222,9 @@ impl TreeNode {
             parent: lineage.parent_id,
             children: Vec::new(),
             budget: RunBudget { calls: lineage.calls, tokens: lineage.tokens },
-            used: Amounts::default(),
+            used: used_by_turn(turn),
+            unstored_calls: 0,
+            is_turn: true,
             is_open: call_id.is_some() && !turn.status.is_terminal(),
             call_id,
             on_parent_end: match lineage.outlives_parent {
@@ -225,7 +276,7 @@ impl Tree {
         self.link(&turn.turn_id, parent);
     }
 
-    /// Returns what a run and everything below it used or reserved.
+    /// Returns the amount that a run and the nodes below it have used or reserved.
     fn charged(&self, run_id: &str, resource: Resource) -> u64 {
         let (mut total, mut rest) = (0_u64, vec![run_id]);
         while let Some(id) = rest.pop() {
@@ -234,7 +285,7 @@ impl Tree {
             match reserved {
                 Some(reserved) if id != run_id => total = total.saturating_add(reserved),
                 _ => {
-                    total = total.saturating_add(resource.of(&node.used));
+                    total = total.saturating_add(node.used(resource));
                     rest.extend(node.children.iter().map(String::as_str));
                 }
             }
@@ -242,13 +293,21 @@ impl Tree {
         total
     }
 
-    /// Returns the rest of the nearest budget at or above a run; `None` if there is no budget.
+    /// Returns the nearest budget at or above a run or turn: the amount that is left, and its
+    /// limit. `None` if there is no budget.
     fn remaining(&self, run_id: &str, resource: Resource) -> Option<(u64, u64)> {
+        let (charged, limit) = self.find_budget(run_id, resource)?;
+        Some((limit.saturating_sub(charged), limit))
+    }
+
+    /// Returns the nearest budget at or above a run or turn: the amount that is charged to it, and
+    /// its limit.
+    fn find_budget(&self, run_id: &str, resource: Resource) -> Option<(u64, u64)> {
         let mut at = Some(run_id);
         while let Some(id) = at {
             let node = self.nodes.get(id)?;
             if let Some(limit) = resource.of_budget(&node.budget) {
-                return Some((limit.saturating_sub(self.charged(id, resource)), limit));
+                return Some((self.charged(id, resource), limit));
             }
             at = node.parent.as_deref();
         }
@@ -257,15 +316,22 @@ impl Tree {
 
     /// Decides the budget of a child.
     ///
-    /// A child that requests less than what is left gets it. One that requests all of it, or more,
-    /// gets half, so that its caller and the next child can work too.
+    /// A child that requests less than the rest gets the amount that it requests. One that requests
+    /// the whole rest, or more, gets half of the rest, so that its caller and the next child can
+    /// work too.
     fn grant(
         &self,
         parent: &str,
         wanted: Option<u64>,
         resource: Resource,
     ) -> Result<Option<u64>, Fault> {
-        let Some((left, limit)) = self.remaining(parent, resource) else { return Ok(wanted) };
+        let Some((charged, limit)) = self.find_budget(parent, resource) else {
+            return Ok(wanted);
+        };
+        // The call that starts the child must not use up the budget that the child starts from.
+        let is_turn = self.nodes.get(parent).is_some_and(|node| node.is_turn);
+        let own = u64::from(is_turn && resource == Resource::Calls);
+        let left = limit.saturating_sub(charged.saturating_sub(own));
         if left == 0 {
             let name = resource.name();
             let message = format!(
@@ -331,6 +397,44 @@ impl TreeBudgets {
         state.drop_if_unused(&key);
     }
 
+    /// Records the committed state of a turn. The budget of a turn that has ended is free again.
+    pub(crate) fn update_turn(&self, turn: &Turn) {
+        let mut state = self.state.lock();
+        let Some(key) = state.by_run.get(&turn.turn_id).cloned() else { return };
+        let tree = state.trees.get_mut(&key);
+        if let Some(node) = tree.and_then(|tree| tree.nodes.get_mut(&turn.turn_id)) {
+            node.used = used_by_turn(turn);
+            node.is_open &= !turn.status.is_terminal();
+        }
+        if turn.status.is_terminal() {
+            state.drop_if_unused(&key);
+        }
+    }
+
+    /// Charges one call of a turn, together with the tokens that its worker reports.
+    pub(crate) fn charge_call(
+        budgets: &Arc<Self>,
+        key: &TreeKey,
+        turn: &Turn,
+    ) -> Result<CallCharge, Fault> {
+        let mut state = budgets.state.lock();
+        if let Some(tree) = state.trees.get_mut(key) {
+            if let Some(node) = tree.nodes.get_mut(&turn.turn_id) {
+                node.used.tokens = node.used.tokens.max(used_by_turn(turn).tokens);
+            }
+            for resource in Resource::ALL {
+                if let Some((0, limit)) = tree.remaining(&turn.turn_id, resource) {
+                    return Err(too_many_calls_fault(limit, resource.name()));
+                }
+            }
+            if let Some(node) = tree.nodes.get_mut(&turn.turn_id) {
+                node.unstored_calls += 1;
+            }
+        }
+        let (budgets, key) = (budgets.clone(), key.clone());
+        Ok(CallCharge { budgets, key, turn_id: turn.turn_id.clone() })
+    }
+
     /// Drops a tree without open runs and turns.
     pub(crate) fn drop_if_unused(&self, key: &TreeKey) {
         self.state.lock().drop_if_unused(key);
@@ -370,6 +474,8 @@ impl TreeBudgets {
             children: Vec::new(),
             budget,
             used: Amounts::default(),
+            unstored_calls: 0,
+            is_turn: !child.node_id.starts_with(Run::PREFIX),
             is_open: true,
             call_id: Some(child.call_id.clone()),
             on_parent_end: child.on_parent_end,
@@ -390,7 +496,7 @@ impl TreeBudgets {
         }
     }
 
-    /// Records the committed state of a run. A tree without open runs is dropped.
+    /// Records the committed state of a run: its usage, and if it is open.
     pub(crate) fn update(&self, run: &Run) {
         let mut state = self.state.lock();
         if state.trees.is_empty() {
@@ -403,7 +509,7 @@ impl TreeBudgets {
         (node.used, node.is_open) = (used_by(run), !run.status.is_terminal());
     }
 
-    /// Returns the open runs that a run called.
+    /// Returns the open runs and turns that a run called.
     pub(crate) fn open_children(&self, run: &Run) -> Vec<OpenChild> {
         let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
         let state = self.state.lock();
@@ -411,7 +517,7 @@ impl TreeBudgets {
         tree.map_or_else(Vec::new, |tree| tree.open_children(&run.id))
     }
 
-    /// Drops the tree of a run if none of its runs is open.
+    /// Drops the tree of a run if none of its runs and turns is open.
     pub(crate) fn drop_if_ended(&self, run: &Run) {
         let root = run.lineage.as_ref().map_or(&run.id, |lineage| &lineage.root_run_id);
         self.drop_if_unused(&(run.project.clone(), root.clone()));
@@ -422,7 +528,8 @@ impl TreeBudgets {
         self.state.lock().by_run.get(run_id).map(|(project, _)| project.clone())
     }
 
-    /// Returns the budget that a run has used up together with the others that draw from it.
+    /// Returns the stop reason if the budget that a run draws from, alone or with others, is used
+    /// up.
     pub(crate) fn exhausted(&self, project: &str, root: &str, run_id: &str) -> Option<StopReason> {
         let state = self.state.lock();
         if state.trees.is_empty() {

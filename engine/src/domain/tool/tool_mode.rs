@@ -20,7 +20,7 @@ pub enum ToolMode {
     All,
     /// The pinned tools, those that the conversation has used or found, and the tool search.
     Search,
-    /// The pinned tools and no others.
+    /// The pinned tools and no others, except the reader of results once a digest refers to it.
     Pinned,
 }
 
