@@ -34,6 +34,9 @@ typos_version="1.51.1"
 # Installed packages are kept between runs. Each directory name contains the versions it holds.
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/toolcrib-test"
 
+# A CI host builds each clone once, so the files for incremental builds would only take disk space.
+[ -z "${CI:-}" ] || export CARGO_INCREMENTAL=0
+
 step() { printf '\n== %s\n' "$*"; }
 
 # Returns the current time in milliseconds.

@@ -129,6 +129,12 @@ impl OpenConversation {
         self.run.lock().clone()
     }
 
+    /// Returns the run as it is shown, if it passes this test.
+    fn run_if(&self, test: impl Fn(&Run) -> bool) -> Option<Run> {
+        let run = self.run.lock();
+        test(&run).then(|| run.clone())
+    }
+
     /// Changes the run as it is shown.
     pub(crate) fn update(&self, change: impl FnOnce(&mut Run)) {
         change(&mut self.run.lock());
@@ -228,11 +234,20 @@ impl ActiveRuns {
         self.conversations.lock().len()
     }
 
-    /// Returns the runs of all conversations in progress in a project, one per run id.
-    pub(crate) fn conversation_runs(&self, project: &str) -> Vec<Run> {
-        let conversations = self.conversations.lock();
-        let of_project = conversations.iter().filter(|((owner, _), _)| owner == project);
-        of_project.filter_map(|(_, open)| Some(open.last()?.run())).collect()
+    /// Returns the runs of the conversations in progress in a project that pass this test, one per
+    /// run id. A conversation under the id of a run with a record of its own is part of that run.
+    pub(crate) fn conversation_runs(
+        &self,
+        project: &str,
+        is_listed: impl Fn(&Run) -> bool,
+    ) -> Vec<Run> {
+        let newest: Vec<Arc<OpenConversation>> = {
+            let conversations = self.conversations.lock();
+            let of_project = conversations.iter().filter(|((owner, _), _)| owner == project);
+            of_project.filter_map(|(_, open)| open.last().cloned()).collect()
+        };
+        let listed = |run: &Run| run.options.is_conversation && is_listed(run);
+        newest.iter().filter_map(|open| open.run_if(listed)).collect()
     }
 
     /// Interrupts the runs and stops the conversations of agents and projects that are switched

@@ -166,20 +166,6 @@ impl Runs {
         self.streams.find_run(caller, run_id).await
     }
 
-    /// Checks that this caller may make calls under this run id. Refused if a run with this id
-    /// exists and acts for another agent, user or session.
-    pub async fn check_run_owner(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
-        let open = self.active_runs.conversations_of(&caller.project, run_id);
-        let found = self.core.store.runs().run(&caller.project, run_id).await;
-        let found = found.map_err(from_store_error)?;
-        let is_foreign = |run: &Run| run.caller().owner_name() != caller.owner_name();
-        let open = open.iter().map(|conversation| conversation.run());
-        match found.into_iter().chain(open).find(is_foreign) {
-            Some(run) => Err(not_run_owner(&run)),
-            None => Ok(()),
-        }
-    }
-
     /// Returns a page of the project's runs that the caller may read, newest first. A page may be
     /// short; its cursor continues where it ended.
     pub async fn list_runs(&self, caller: &Caller, mut query: RunQuery) -> Result<RunPage, Error> {
@@ -206,7 +192,9 @@ impl Runs {
             limit: limit + 1,
         };
         // Before the store: a conversation that ends in between has stored its record by then.
-        let open = self.active_runs.conversation_runs(&caller.project);
+        let catalog = self.registry.catalog();
+        let is_readable = |run: &Run| catalog.may_access_run(caller, RuleAction::Read, run);
+        let open = self.active_runs.conversation_runs(&caller.project, is_readable);
         let mut runs =
             self.core.store.runs().list_runs(filter.clone()).await.map_err(from_store_error)?;
         let more_stored = runs.len() > limit;
@@ -234,7 +222,9 @@ impl Runs {
         if run.status.is_terminal() {
             return require_end_status(run, RunStatus::Canceled);
         }
-        if run.options.is_conversation {
+        if run.options.is_conversation
+            && self.active_runs.conversation(&caller.project, run_id).is_some()
+        {
             return self.stop_conversations(caller, run_id, reason).await;
         }
         self.stop_run(caller, run_id, reason).await
@@ -257,6 +247,9 @@ impl Runs {
         }
         // Once the record is stored, the conversation makes no more calls: none is missed below.
         let run = self.wait_for_run(caller, run_id, CONVERSATION_STOP_MS).await?;
+        if run.status.is_terminal() && run.status != RunStatus::Canceled {
+            return require_end_status(run, RunStatus::Canceled);
+        }
         let by_owner =
             |call: &Call| call.origin.agent == run.owner.agent && !self.is_detached_agent(call);
         self.calls.cancel_open_calls(caller, run_id, "its run was canceled", by_owner).await;
@@ -502,11 +495,13 @@ fn add_conversations(
 }
 
 /// Makes a run RUNNING again, also one that has ended, and restarts the usage that counts against
-/// its limits.
+/// its limits. From here on a driver continues it, also if a conversation of OpenAI's API created
+/// it.
 fn reopen_run(run: &mut Run, caller: &Caller) {
     if run.status.is_terminal() {
         run.owner.renew_credential(caller);
     }
+    run.options.is_conversation = false;
     (run.status, run.ended_ms) = (RunStatus::Running, None);
     (run.answer, run.error, run.deliverable_card_id) = (None, None, None);
     run.progress.reset_baseline();

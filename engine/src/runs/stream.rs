@@ -16,6 +16,7 @@ use crate::ports::store::CallFilter;
 use crate::registry::Registry;
 use crate::runs::active::{ActiveRuns, OpenConversation, run_not_found};
 use crate::runs::agent_loop::LoopEvent;
+use crate::runs::run_context::not_run_owner;
 use crate::runs::subscribers::{RunDelta, RunSubscription};
 
 /// The stored events and the live deltas of runs.
@@ -112,26 +113,42 @@ impl RunStreams {
     }
 
     /// Registers a conversation in progress under the run id of its options.
-    pub fn register_conversation(
+    ///
+    /// # Errors
+    ///
+    /// The conversation is refused if a run with this id acts for another agent, user or session.
+    pub async fn register_conversation(
         &self,
         caller: &Caller,
         model: &str,
         options: &RunOptions,
-    ) -> ActiveConversation {
+    ) -> Result<ActiveConversation, Error> {
+        let stored = self.core.store.runs().run(&caller.project, &options.run_id).await;
+        let stored = stored.map_err(from_store_error)?;
+        let check_owner = |run: &Run| match run.caller().owner_name() == caller.owner_name() {
+            true => Ok(()),
+            false => Err(not_run_owner(run)),
+        };
+        stored.as_ref().map_or(Ok(()), check_owner)?;
         let keyed = self.registry.credentials.has_active_key(caller);
-        let run = Run::for_conversation(caller, keyed, model, options, self.core.wall_ms());
+        let mut run = Run::for_conversation(caller, keyed, model, options, self.core.wall_ms());
+        run.options.is_conversation = stored.is_none_or(|run| run.options.is_conversation);
         let key = (run.project.clone(), run.id.clone());
         let open = OpenConversation::new(run);
-        let mut conversations = self.active_runs.conversations.lock();
-        conversations.entry(key.clone()).or_default().push(open.clone());
-        drop(conversations);
-        ActiveConversation {
+        {
+            let mut conversations = self.active_runs.conversations.lock();
+            let others = conversations.entry(key.clone()).or_default();
+            // An owner that chose the same id at the same moment was not stored above.
+            others.iter().try_for_each(|other| check_owner(&other.run()))?;
+            others.push(open.clone());
+        }
+        Ok(ActiveConversation {
             core: self.core.clone(),
             registry: self.registry.clone(),
             active_runs: self.active_runs.clone(),
             key,
             open,
-        }
+        })
     }
 
     /// Subscribes to the deltas of a run from now on. A run that the caller may not read has none.

@@ -52,10 +52,6 @@ impl Conversations {
         let id = &ended.options.run_id;
         let found = store.run(&caller.project, id).await.map_err(from_store_error)?;
         let now_ms = self.core.wall_ms();
-        let kind = match &found {
-            Some(_) => JournalKind::UserMessage,
-            None => JournalKind::Created,
-        };
         let (status, answer, error) = match &ended.outcome {
             Err(error) if error.code() == Code::Canceled => (RunStatus::Canceled, None, None),
             Ok(answer) => {
@@ -69,9 +65,12 @@ impl Conversations {
             Err(error) => (RunStatus::Failed, None, Some(to_run_error(error))),
         };
         let keyed = self.registry.credentials.has_active_key(caller);
+        let mut progress = ended.progress.clone();
+        // Calls that the last reply requested and that have not started must not start later.
+        progress.canceled = status == RunStatus::Canceled && progress.pending_reply.is_some();
         let run = Run {
             status,
-            progress: ended.progress.clone(),
+            progress,
             answer,
             error,
             created_ms: found.as_ref().map_or(ended.started_ms, |run| run.created_ms),
@@ -79,19 +78,54 @@ impl Conversations {
             version: found.as_ref().map_or(1, |run| run.version + 1),
             ..Run::for_conversation(caller, keyed, ended.model, ended.options, now_ms)
         };
-        let entries = journal_of(&ended, &run, kind, now_ms);
+        let stored = match &found {
+            None => StoredMessages::default(),
+            Some(before) if before.options.is_conversation => {
+                self.stored_messages(before, &ended).await?
+            }
+            Some(_) => return Ok(()),
+        };
+        let entries = journal_of(&ended, &run, stored, now_ms);
         match found {
             None => store.create_run(run, None, entries, None).await.map(drop),
             // Another request of the same run may have been faster; its record stays.
-            Some(before) if before.options.is_conversation => {
-                store.save_run(run, entries).await.map(drop)
-            }
-            Some(_) => return Ok(()),
+            Some(_) => store.save_run(run, entries).await.map(drop),
         }
         .map_err(from_store_error)?;
         engine_metrics::count_run_end(status.as_str());
         Ok(())
     }
+
+    /// Finds the messages of a conversation that the journal of its run has. Callers send the whole
+    /// conversation with each request, without the steps that they do not see.
+    async fn stored_messages(
+        &self,
+        before: &Run,
+        ended: &EndedConversation<'_>,
+    ) -> Result<StoredMessages, Error> {
+        let journal = self.core.store.runs().journal(&before.project, &before.id).await;
+        let journal = journal.map_err(from_store_error)?;
+        let mut stored = journal.iter().flat_map(|entry| &entry.record.messages);
+        let known = ended.known_messages.min(ended.messages.len());
+        let in_journal = |message: &&Value| stored.any(|stored| stored == *message);
+        // Only a conversation that continues from its checkpoint repeats the replies of a canceled
+        // run.
+        let (compared, most) = match before.status {
+            RunStatus::Canceled => (ended.messages.len(), ended.messages.len()),
+            _ => (known, known.saturating_sub(1)),
+        };
+        let count = ended.messages[..compared].iter().take_while(in_journal).count();
+        Ok(StoredMessages { has_record: true, count: count.min(most) })
+    }
+}
+
+/// The messages at the start of a conversation that the journal of its run has.
+#[derive(Default)]
+struct StoredMessages {
+    /// True if an earlier conversation created the run.
+    has_record: bool,
+    /// Number of messages.
+    count: usize,
 }
 
 /// Returns the error of an answered conversation: that of the result which ended it, or that all
@@ -115,19 +149,26 @@ fn to_run_error(error: &Error) -> RunError {
 fn journal_of(
     ended: &EndedConversation<'_>,
     run: &Run,
-    kind: JournalKind,
+    stored: StoredMessages,
     now_ms: u64,
 ) -> Vec<JournalRecord> {
     let known = ended.known_messages.min(ended.messages.len());
-    let (mut requested, made) = ended.messages.split_at(known);
+    let mut requested = &ended.messages[stored.count.min(known)..known];
     if requested.iter().map(|message| message.to_string().len()).sum::<usize>() > MAX_REQUEST_BYTES
     {
         requested = &requested[requested.len() - 1..];
     }
+    let kind = match (stored.has_record, requested.is_empty()) {
+        (false, _) => JournalKind::Created,
+        (true, false) => JournalKind::UserMessage,
+        (true, true) => JournalKind::Resumed,
+    };
     let data = json!({ "model": run.model });
     let mut entries =
         vec![JournalRecord::new(kind, ended.started_ms, data).with_messages(requested.to_vec())];
-    let mut step = 0_u64;
+    let (repeated, made) = ended.messages[known..].split_at(stored.count.saturating_sub(known));
+    let is_reply = |message: &&Value| message["role"] == "assistant";
+    let mut step = repeated.iter().filter(is_reply).count() as u64;
     for message in made {
         if message["role"] == "assistant" {
             step += 1;

@@ -157,6 +157,9 @@ async fn check_nodes(server: &Server, tree: &Value) -> BTreeMap<String, usize> {
 pub async fn check_killed_trees(server: Server) {
     let model = ScriptedModel::start_with_script(reply).await.unwrap();
     let mut server = server.with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
+    // A restart takes a part of each deadline, and on a busy machine more than three seconds.
+    let settings = "[tools.\"calculation.eval\".policy]\ndefault_timeout_ms = 60000\n";
+    std::fs::write(server.directory.path().join("toolcrib.toml"), settings).unwrap();
     server.start().await;
     for (id, tokens) in [("a", 2_000), ("b", 2_000), ("c", 2_000), ("leaf", 500)] {
         let body = json!({ "driver": "loop", "profile": {

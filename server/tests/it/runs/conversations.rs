@@ -172,6 +172,109 @@ async fn canceling_one_cancels_its_open_calls() {
     assert_eq!(ended["status"], "CANCELED", "{ended}");
 }
 
+/// A model's reply with a call of each of these tools.
+fn calls_of(tools: &[&str]) -> ScriptedBehavior {
+    let add = |answer: ScriptedAnswer, tool: &&str| answer.with_call(tool, tool, "{}");
+    ScriptedBehavior::Reply(tools.iter().fold(ScriptedAnswer::text(""), add))
+}
+
+/// Returns the messages of the journal, in order, each as its role and content.
+async fn journal_messages(model: &toolcrib_bench::model::ScriptedModel) -> Vec<String> {
+    let requests = model.requests();
+    let messages = requests.last().unwrap().messages().to_vec();
+    let word = |message: &Value| format!("{} {}", message["role"], message["content"]);
+    messages.iter().map(word).map(|word| word.replace('"', "")).collect()
+}
+
+#[tokio::test]
+async fn one_that_continues_as_a_run_can_be_canceled() {
+    let replies = [text_reply("Hello."), stuck(), stuck(), text_reply("Beside it.")];
+    let (server, model) = start_with_model(replies).await;
+    let api = server.api();
+    api.post("/v1/chat/completions", chat("run_chat")).await.is(200);
+    for requests in [2, 3] {
+        let more = json!({ "messages": [{ "role": "user", "content": "And now?" }] });
+        api.post("/v1/runs/run_chat/messages", more).await.is(202);
+        until("the request to the model", || async {
+            (model.requests().len() == requests).then_some(())
+        })
+        .await;
+        let run = api.post("/v1/runs/run_chat/cancel", json!({})).await.is(200);
+        assert_eq!(run["status"], "CANCELED", "{run}");
+    }
+    // A conversation under the id of a driven run leaves the record of that run as it is.
+    api.post("/v1/chat/completions", chat("run_chat")).await.is(200);
+    assert_eq!(listed(&api, "").await, [pair("run_chat", "CANCELED")]);
+}
+
+/// Returns the ids of the calls of a tool in a run.
+async fn calls_in(api: &Api, run_id: &str, tool: &str) -> Vec<String> {
+    let path = format!("/v1/tool_calls?run_id={run_id}&tool_name={tool}");
+    let page = api.get(&path).await.is(200);
+    let calls = page["tool_calls"].as_array().unwrap().iter();
+    calls.map(|call| call["tool_call_id"].as_str().unwrap().to_owned()).collect()
+}
+
+#[tokio::test]
+async fn a_canceled_one_that_is_resumed_repeats_no_call() {
+    let calls = || calls_of(&["mail__send", "slow__tool"]);
+    let replies = [calls(), text_reply("Sent."), calls(), text_reply("Sent.")];
+    let (server, _model) = start_with_model(replies).await;
+    let api = server.api();
+    let tools = json!([{ "name": "mail.send" }, { "name": "slow.tool", "timeout_ms": 60_000 }]);
+    api.register("c1", tools).await;
+    for rejoin in [true, false] {
+        let run_id = format!("run_{rejoin}");
+        let mut body = chat(&run_id);
+        body["toolcrib"]["rejoin"] = rejoin.into();
+        let chatting = api.post("/v1/chat/completions", body);
+        let canceling = async {
+            let first = async || calls_in(&api, &run_id, "mail.send").await.pop();
+            let sent = until("the first call", first).await;
+            api.succeed(&sent, json!("sent")).await;
+            let second = async || calls_in(&api, &run_id, "slow.tool").await.pop();
+            until("the second call", second).await;
+            api.post(&format!("/v1/runs/{run_id}/cancel"), json!({})).await.is(200);
+            sent
+        };
+        let (reply, sent) = tokio::join!(chatting, canceling);
+        assert_eq!(reply.status, 409);
+        api.post(&format!("/v1/runs/{run_id}/resume"), json!({})).await.is(202);
+        let run = api.get(&format!("/v1/runs/{run_id}?wait_ms=20000")).await.is(200);
+        assert_eq!((&run["status"], &run["answer"]), (&json!("SUCCEEDED"), &json!("Sent.")));
+        let ids = calls_in(&api, &run_id, "mail.send").await;
+        assert_eq!(ids, [sent], "rejoin {rejoin}: the mail is sent once");
+    }
+}
+
+#[tokio::test]
+async fn a_run_of_several_ones_has_each_message_once() {
+    let replies = [eval("c1", "6*7"), text_reply("It is 42."), text_reply("Bye."), stuck()];
+    let (server, model) = start_with_model(replies).await;
+    let api = server.api();
+    let user = |text: &str| json!({ "role": "user", "content": text });
+    let mut body = chat("run_chat");
+    body["messages"] = json!([user("6*7?")]);
+    api.post("/v1/chat/completions", body.clone()).await.is(200);
+    // The caller sends the conversation again, without the call that it did not see.
+    let answer = json!({ "role": "assistant", "content": "It is 42." });
+    body["messages"] = json!([user("6*7?"), answer, user("Thanks!")]);
+    api.post("/v1/chat/completions", body).await.is(200);
+    let more = json!({ "messages": [user("Wait!")] });
+    api.post("/v1/runs/run_chat/messages", more).await.is(202);
+    until("the last request to the model", || async {
+        (model.requests().len() == 4).then_some(())
+    })
+    .await;
+    let seen = journal_messages(&model).await;
+    let texts: Vec<&String> = seen.iter().filter(|m| !m.starts_with("system")).collect();
+    let starts = ["user 6*7?", "assistant", "tool", "assistant It is 42.", "user Thanks!"];
+    let starts = starts.into_iter().chain(["assistant Bye.", "user Wait!"]);
+    assert_eq!(texts.len(), 7, "{texts:?}");
+    assert!(texts.iter().zip(starts).all(|(text, start)| text.starts_with(start)), "{texts:?}");
+    api.post("/v1/runs/run_chat/cancel", json!({})).await.is(200);
+}
+
 #[tokio::test]
 async fn a_requester_that_disconnects_leaves_a_canceled_run() {
     let (server, model) = start_with_model([stuck()]).await;

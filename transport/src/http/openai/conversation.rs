@@ -88,7 +88,7 @@ pub(super) struct Input {
 
 /// A conversation that is ready to run.
 struct OpenAiConversation {
-    /// Prefix of the idempotency keys of its calls.
+    /// Prefix of the idempotency keys of its steps with a checkpoint.
     id: String,
     /// The request, if a repeated one may join the conversation.
     undelivered: Option<UndeliveredRequest>,
@@ -140,13 +140,16 @@ pub(super) async fn open_conversation(
     }
     let mut conversation =
         OpenAiConversation::new(state, request, model, before, input, extras).await?;
+    // The steps without a checkpoint: a conversation that continues from its checkpoint requests
+    // them from the model again, so each attempt has keys of its own.
+    conversation.options.idempotency_prefix = Some(format!("{id}/unsaved"));
     conversation.id = id;
     conversation.undelivered = undelivered;
     if let Some((delivery, checkpoint)) = resumed {
         delivery.record_join();
         conversation.resume(delivery, checkpoint);
     }
-    Ok(conversation.start(&state.conversations))
+    conversation.start(&state.conversations).await
 }
 
 impl OpenAiConversation {
@@ -181,9 +184,6 @@ impl OpenAiConversation {
             restore_unseen_messages(&engine, &caller, before, messages).await?;
         if let Some(text) = instructions {
             messages.insert(0, json!({ "role": "system", "content": text }));
-        }
-        if let Some(run_id) = &extras.run_id {
-            engine.runs().check_run_owner(&caller, run_id).await.map_err(point_at_run_id)?;
         }
         let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
         let options = RunOptions {
@@ -236,7 +236,12 @@ impl OpenAiConversation {
     }
 
     /// Starts the conversation in a task of its own. Returns its first requester.
-    fn start(mut self, conversations: &LiveConversations) -> Requester {
+    async fn start(mut self, conversations: &LiveConversations) -> Result<Requester, OpenAiError> {
+        let streams = self.engine.runs().streams();
+        let active = streams
+            .register_conversation(&self.caller, &self.model.name, &self.options)
+            .await
+            .map_err(point_at_run_id)?;
         let live = LiveConversation::new(
             self.id.clone(),
             self.options.run_id.clone(),
@@ -245,9 +250,7 @@ impl OpenAiConversation {
             conversations,
         );
         let resumed = self.resumed_delivery.take();
-        let streams = self.engine.runs().streams();
-        let active = streams.register_conversation(&self.caller, &self.model.name, &self.options);
-        live.start(resumed, active, |live, active| self.run(live, active))
+        Ok(live.start(resumed, active, |live, active| self.run(live, active)))
     }
 
     /// Runs the agent loop until there is a response for the caller, or the run is canceled or
@@ -257,7 +260,10 @@ impl OpenAiConversation {
         live: Arc<LiveConversation>,
         active: Arc<ActiveConversation>,
     ) -> ConversationEnd {
-        let call_summaries = Mutex::new(std::mem::take(&mut self.call_summaries));
+        let steps = StepRecord {
+            call_summaries: Mutex::new(std::mem::take(&mut self.call_summaries)),
+            ..StepRecord::default()
+        };
         let sink = |event: StreamEvent| live.push(event);
         self.replay_texts(&sink);
         let started_ms = jiff::Timestamp::now().as_millisecond() as u64;
@@ -265,9 +271,13 @@ impl OpenAiConversation {
         let ending = tokio::select! {
             biased;
             stop = active.wait_for_stop() => Err(stop),
-            ending = self.drive((&live, &active), &sink, &call_summaries) => ending,
+            ending = self.drive((&live, &active), &sink, &steps) => ending,
         };
-        let calls_made = !call_summaries.lock().is_empty();
+        let calls_made = !steps.call_summaries.lock().is_empty();
+        // A continued run finds the calls of the interrupted step by their keys.
+        if let Some(prefix) = steps.checkpoint_prefix.into_inner() {
+            self.options.idempotency_prefix = Some(prefix);
+        }
         match ending {
             Ok((result, progress, answer)) => {
                 let messages = &result.conversation.messages;
@@ -300,7 +310,7 @@ impl OpenAiConversation {
         &mut self,
         (live, active): (&Arc<LiveConversation>, &ActiveConversation),
         sink: EventSink<'_>,
-        call_summaries: &Mutex<Vec<Value>>,
+        steps: &StepRecord,
     ) -> Result<(ConversationResult, RunProgress, FinalAnswer), Error> {
         let deduplicator = Mutex::new(TextDeduplicator {
             sink,
@@ -321,13 +331,13 @@ impl OpenAiConversation {
                     (sink)(StreamEvent::ModelReplied);
                 }
                 LoopEvent::CallAnswered { result, .. } => {
-                    call_summaries.lock().push(call_summary(result))
+                    steps.call_summaries.lock().push(call_summary(result))
                 }
                 _ => {}
             }
         };
         let parts = (live, active);
-        let (next, handoffs) = self.run_agents(parts, &event_sink, call_summaries).await?;
+        let (next, handoffs) = self.run_agents(parts, &event_sink, steps).await?;
         let mut metadata = json!({ "run_id": self.options.run_id, "limit_reached": null });
         let (mut terminated_by, mut stop_reason) = (None, None);
         let (text, calls, finish_reason) = match next {
@@ -359,7 +369,7 @@ impl OpenAiConversation {
         let texts = assistant_texts(&self.conversation.messages[self.known_messages..], &text);
         let progress = std::mem::take(&mut self.conversation.progress);
         metadata["steps"] = progress.steps.into();
-        metadata["tool_calls"] = call_summaries.lock().clone().into();
+        metadata["tool_calls"] = steps.call_summaries.lock().clone().into();
         add_ending(&mut metadata, terminated_by.clone());
         if !handoffs.is_empty() {
             metadata["handoffs"] = json!(handoffs);
@@ -417,7 +427,7 @@ impl OpenAiConversation {
         &mut self,
         (live, active): (&Arc<LiveConversation>, &ActiveConversation),
         event_sink: LoopEventSink<'_>,
-        call_summaries: &Mutex<Vec<Value>>,
+        steps: &StepRecord,
     ) -> Result<(StepOutcome, Vec<Handoff>), Error> {
         let mut handoffs = Vec::new();
         loop {
@@ -436,7 +446,7 @@ impl OpenAiConversation {
                 options,
                 undelivered: self.undelivered.as_ref(),
                 known_messages: self.known_messages,
-                call_summaries,
+                steps,
             };
             let (conversation, wait) = (&mut self.conversation, self.wait);
             let next = run_steps(&mut agent_loop, conversation, wait, &checkpoints).await?;
@@ -685,6 +695,14 @@ impl TextDeduplicator<'_> {
     }
 }
 
+/// The calls of a conversation. They are known also if the conversation is stopped during a step.
+#[derive(Default)]
+struct StepRecord {
+    call_summaries: Mutex<Vec<Value>>,
+    /// Prefix of the idempotency keys of the last step, if it has a checkpoint.
+    checkpoint_prefix: Mutex<Option<String>>,
+}
+
 /// The checkpoints of a conversation. One is stored before each step that has side effects.
 struct Checkpoints<'a> {
     live: &'a Arc<LiveConversation>,
@@ -692,7 +710,7 @@ struct Checkpoints<'a> {
     options: &'a RunOptions,
     undelivered: Option<&'a UndeliveredRequest>,
     known_messages: usize,
-    call_summaries: &'a Mutex<Vec<Value>>,
+    steps: &'a StepRecord,
 }
 
 impl Checkpoints<'_> {
@@ -707,18 +725,20 @@ impl Checkpoints<'_> {
         let Some(request) = self.undelivered else { return Ok(()) };
         if !agent_loop.has_side_effects(conversation) {
             agent_loop.set_idempotency_prefix(None);
+            *self.steps.checkpoint_prefix.lock() = None;
             return Ok(());
         }
         let checkpoint = ConversationCheckpoint {
             run_id: self.live.run_id.clone(),
             conversation: conversation.clone(),
             known_messages: self.known_messages,
-            call_summaries: self.call_summaries.lock().clone(),
+            call_summaries: self.steps.call_summaries.lock().clone(),
             active_agent: self.options.active_agent.clone(),
         };
         let conversations = self.live.engine.runs().conversations();
         conversations.save_checkpoint(&self.live.caller, request, &checkpoint).await?;
         agent_loop.set_idempotency_prefix(Some(request.id.clone()));
+        *self.steps.checkpoint_prefix.lock() = Some(request.id.clone());
         let is_first = !self.live.has_checkpoint();
         if is_first && !self.live.set_delivery(conversations.start_delivery(request.clone())) {
             let message = "the requester has disconnected; nothing more is done";
