@@ -261,8 +261,9 @@ impl HttpSource {
         let requested_ms = request.timeout_s.map(seconds_to_ms);
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
         let left_ms = attempt.deadline_ms.saturating_sub(now_ms);
-        let limit =
-            Duration::from_millis(requested_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));
+        let limit = requested_ms.unwrap_or(self.settings.timeout_ms);
+        // The engine ends the attempt at its deadline, and knows whether another one may follow.
+        let limit = Duration::from_millis(limit.min(left_ms + ENGINE_TIMER_MS));
         let began = std::time::Instant::now();
         let response = self.client.send(&request, limit).await;
         let about = crate::http::response::HttpCallContext {
@@ -272,6 +273,9 @@ impl HttpSource {
         crate::http::response::interpret_response(&request, response, began.elapsed(), &about)
     }
 }
+
+/// Time after the deadline of an attempt within which the engine has ended it.
+const ENGINE_TIMER_MS: u64 = 1_000;
 
 /// Returns the value of a variable that the operator names, if it is set and not empty. Refuses the
 /// server's own variables (`TOOLCRIB_…`), because they may contain its keys.

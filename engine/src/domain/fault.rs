@@ -271,6 +271,17 @@ impl Code {
         self.row().help
     }
 
+    /// Returns advice for the error of a call. If the call may have taken effect, it says
+    /// `retryable: false`, and the advice of its code to retry does not apply.
+    pub fn help_for_outcome(self, retryable: bool) -> &'static str {
+        match self {
+            Self::RuntimeError | Self::UpstreamUnavailable if !retryable => {
+                Self::OutcomeUnknown.help()
+            }
+            _ => self.help(),
+        }
+    }
+
     /// Parses a code in Toolcrib's or in UTP's spelling.
     pub fn parse(name: &str) -> Option<Code> {
         let by_name = TABLE.iter().find(|row| row.name == name);
@@ -383,7 +394,8 @@ impl Fault {
     pub fn hint(&self) -> &str {
         let cause = self.detail.as_ref().and_then(|detail| detail.get(HINT)?.as_str());
         // The detail of a tool can be long; advice is one line.
-        cause.filter(|hint| hint.len() <= MAX_HINT_BYTES).unwrap_or_else(|| self.code.help())
+        let cause = cause.filter(|hint| hint.len() <= MAX_HINT_BYTES);
+        cause.unwrap_or_else(|| self.code.help_for_outcome(self.retryable))
     }
 
     /// Adds the tool's rejected output, for operators.

@@ -510,7 +510,8 @@ impl RunTransition {
                     None => (RunStatus::Succeeded, None),
                     Some(message) => {
                         let fault = Fault::new(Code::RuntimeError, message.clone());
-                        (RunStatus::Failed, Some(RunError::from(&fault.retryable(true))))
+                        let fault = fault.retryable(run.progress.is_harmless());
+                        (RunStatus::Failed, Some(RunError::from(&fault)))
                     }
                 };
                 if let Some(message) = &failure {

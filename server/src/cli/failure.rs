@@ -186,7 +186,7 @@ pub fn hint_for_outcome(error: &Value) -> Option<String> {
         | Code::OutcomeUnknown
         | Code::Canceled
         | Code::PayloadTooLarge
-        | Code::Internal => code.help(),
+        | Code::Internal => code.help_for_outcome(error["retryable"] != false),
         Code::ValidationError
         | Code::BadRequest
         | Code::ToolNotFound
@@ -240,6 +240,9 @@ mod tests {
         }
         let error = json!({"code": "NOT_FOUND", "detail": {"hint": "look there"}});
         assert_eq!(hint_for_outcome(&error).as_deref(), Some("look there"));
+        let unsafe_retry = json!({"code": "RUNTIME_ERROR", "retryable": false});
+        let hint = hint_for_outcome(&unsafe_retry).unwrap();
+        assert!(!hint.contains("retry is safe"), "{hint}");
         assert_eq!(hint_for_outcome(&json!({"code": "LATER"})), None);
     }
 

@@ -59,7 +59,8 @@ fn fault_from_error(host: &str, error: HttpApiError) -> Fault {
         }
         HttpApiError::TimedOut(limit) => {
             let message = format!("{host} did not answer within {} ms", limit.as_millis());
-            Fault::new(Code::Timeout, message)
+            // The time of one request: the effect of the tool decides if another attempt follows.
+            Fault::new(Code::Timeout, message).retryable(true)
         }
         HttpApiError::TooLarge(limit) => {
             let message = format!(

@@ -135,7 +135,8 @@ fn failure_of(answer: &FinalAnswer, progress: &RunProgress) -> Option<RunError> 
         return call.error.clone();
     }
     let message = progress.describe_total_failure()?;
-    Some(RunError::from(&Fault::new(Code::RuntimeError, message).retryable(true)))
+    let fault = Fault::new(Code::RuntimeError, message).retryable(progress.is_harmless());
+    Some(RunError::from(&fault))
 }
 
 fn to_run_error(error: &Error) -> RunError {

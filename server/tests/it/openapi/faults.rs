@@ -121,6 +121,25 @@ async fn an_irreversible_operation_is_not_retried_after_a_500() {
 }
 
 #[tokio::test]
+async fn the_attempts_of_a_hanging_upstream_share_the_time_of_the_call() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let hang = |method: &str| json!({ "http": { "method": method, "url": upstream.url("/hang") } });
+    define(&api, json!({ "tool_name": "api.ask", "options": hang("GET") })).await;
+    let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 3_000, "retry": 2 });
+    let ended = api.finished(&api.invoke_with("api.ask", body).await).await;
+    assert_eq!(ended["error"]["code"], "TIMEOUT", "{ended}");
+    assert_eq!((&ended["attempt"], upstream.requests().len()), (&json!(3), 3), "{ended}");
+    // An attempt that may have taken effect is the last one, and its outcome is unknown.
+    define(&api, json!({ "tool_name": "api.pay", "options": hang("POST") })).await;
+    let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 9_000, "attempt_timeout_ms": 500 });
+    let ended = api.finished(&api.invoke_with("api.pay", body).await).await;
+    assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
+    assert_eq!((&ended["attempt"], upstream.requests().len()), (&json!(1), 4), "{ended}");
+}
+
+#[tokio::test]
 async fn a_call_can_be_canceled_while_its_upstream_hangs() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
