@@ -9,6 +9,7 @@ pub(super) mod http_error;
 mod http_post;
 mod late_discovery;
 pub(super) mod log_messages;
+pub(super) mod log_owner;
 mod message_limit;
 pub(super) mod server_requests;
 pub(super) mod stateless_call;

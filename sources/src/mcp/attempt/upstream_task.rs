@@ -17,6 +17,7 @@ use toolcrib::ports::source::StartResult;
 
 use super::{McpResumeState, UpstreamAttempt, outcome};
 use crate::mcp::connection::LiveConnection;
+use crate::mcp::connection::log_owner::UpstreamTaskGuard;
 use crate::mcp::upstream::in_flight::CANCEL_TIMEOUT;
 
 /// Bounds and default of the polling interval in milliseconds, regardless of the upstream's
@@ -36,12 +37,13 @@ impl UpstreamAttempt {
         live: Option<Arc<LiveConnection>>,
     ) -> StartResult {
         let handle = task.clone();
-        StartResult::Detached { handle, rest: self.poll_task(task, live).boxed() }
+        let counted = live.as_ref().map(|live| live.handler.begin_task());
+        StartResult::Detached { handle, rest: self.poll_task(task, live, counted).boxed() }
     }
 
     /// Resumes a task that another process started.
     pub(super) async fn resume_task(self, task: String) -> StartResult {
-        self.poll_task(task, None).await
+        self.poll_task(task, None, None).await
     }
 
     /// Sends the answers to a task, then follows it.
@@ -54,6 +56,7 @@ impl UpstreamAttempt {
             Ok(live) => live,
             Err(fault) => return StartResult::Finished(Err(fault)),
         };
+        let mut counted = live.handler.begin_task();
         let sent = live.peer.update_task(UpdateTaskParams::new(task.clone(), answers)).await;
         if let Err(error) = sent {
             // Answering twice is harmless: a question that has been answered is not pending any
@@ -62,17 +65,29 @@ impl UpstreamAttempt {
             let fault = Fault { code: Code::UpstreamUnavailable, ..fault }.without_side_effect();
             return StartResult::Finished(Err(fault.retryable(true)));
         }
-        self.detach_as_task(task, Some(live))
+        let detached = self.detach_as_task(task, Some(live));
+        // The poll counts the task from here on.
+        counted.mark_ended();
+        detached
     }
 
-    async fn poll_task(self, task: String, mut live: Option<Arc<LiveConnection>>) -> StartResult {
+    /// Polls a task until it ends or requests input. `counted` counts it at its connection.
+    async fn poll_task(
+        self,
+        task: String,
+        mut live: Option<Arc<LiveConnection>>,
+        mut counted: Option<UpstreamTaskGuard>,
+    ) -> StartResult {
         let token = self.running.token.clone();
         loop {
             let connected = match live.take().filter(|live| !live.peer.is_transport_closed()) {
                 Some(live) => live,
                 None => {
                     match self.upstream.wait_connected(self.attempt.deadline_ms, &token).await {
-                        Ok(live) => live,
+                        Ok(live) => {
+                            counted = Some(live.handler.begin_task());
+                            live
+                        }
                         Err(fault) if token.is_cancelled() => {
                             return StartResult::Finished(Err(fault));
                         }
@@ -94,7 +109,12 @@ impl UpstreamAttempt {
             let wait = match response {
                 Ok(found) => match self.evaluate_task(&task, found.task) {
                     Ok(wait) => wait,
-                    Err(end) => return end,
+                    Err(end) => {
+                        if let Some(counted) = &mut counted {
+                            counted.mark_ended();
+                        }
+                        return end;
+                    }
                 },
                 Err(ServiceError::McpError(error)) if is_task_lost(error.code) => {
                     let message = format!(

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rmcp::RoleClient;
-use rmcp::model::JsonRpcMessage;
+use rmcp::model::{JsonRpcError, JsonRpcMessage, ServerResult};
 use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 
@@ -37,8 +37,8 @@ impl FloodFlag {
 pub(super) struct FloodLimitedTransport<T> {
     inner: T,
     flood_flag: FloodFlag,
-    /// Records which requests are answered, including those without a waiting caller, and gets log
-    /// messages in their order.
+    /// Records which requests are sent and answered, including those without a waiting caller, and
+    /// gets log messages in their order.
     handler: Arc<McpClientHandler>,
     budget: f64,
     refilled_at: Instant,
@@ -78,7 +78,21 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T
         item: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = Result<(), Self::Error>> + Send + 'static {
         self.late_discovery.record_sent(&item);
-        self.inner.send(item)
+        let sent_request = match &item {
+            JsonRpcMessage::Request(request) => {
+                self.handler.record_request(&request.id, &request.request);
+                Some((self.handler.clone(), request.id.clone()))
+            }
+            _ => None,
+        };
+        let sending = self.inner.send(item);
+        async move {
+            let sent = sending.await;
+            if let Some((handler, id)) = sent_request.filter(|_| sent.is_err()) {
+                handler.record_send_failure(&id);
+            }
+            sent
+        }
     }
 
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
@@ -95,13 +109,15 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for FloodLimitedTransport<T
         if let JsonRpcMessage::Notification(notification) = &message {
             self.handler.report_log(&notification.notification);
         }
-        let answered = match &message {
-            JsonRpcMessage::Response(answer) => Some(&answer.id),
-            JsonRpcMessage::Error(error) => error.id.as_ref(),
-            _ => None,
-        };
-        if let Some(id) = answered {
-            self.handler.record_response(id);
+        match &message {
+            JsonRpcMessage::Response(answer) => {
+                let continues = matches!(answer.result, ServerResult::CreateTaskResult(_));
+                self.handler.record_response(&answer.id, continues);
+            }
+            JsonRpcMessage::Error(JsonRpcError { id: Some(id), .. }) => {
+                self.handler.record_response(id, false);
+            }
+            _ => {}
         }
         Some(message)
     }

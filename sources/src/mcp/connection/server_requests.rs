@@ -3,15 +3,15 @@
 
 // Logging belongs to the legacy revisions, whose servers still use it.
 #![allow(deprecated)]
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use rmcp::model::{
-    ClientCapabilities, ClientConfig, ElicitRequest, ElicitRequestParams, ElicitResult,
-    ElicitationAction, ElicitationCapability, FormElicitationCapability, Implementation,
-    InputRequest, JsonObject, LoggingLevel, LoggingMessageNotificationParam,
+    ClientCapabilities, ClientConfig, ClientRequest, ElicitRequest, ElicitRequestParams,
+    ElicitResult, ElicitationAction, ElicitationCapability, FormElicitationCapability,
+    Implementation, InputRequest, JsonObject, LoggingLevel, LoggingMessageNotificationParam,
     ProgressNotificationParam, ProgressToken, ProtocolVersion, RequestId,
     ResourceUpdatedNotificationParam, ServerNotification, UrlElicitationCapability,
 };
@@ -24,13 +24,10 @@ use toolcrib::AttemptProgress;
 use toolcrib::ports::source::ProgressSink;
 
 use super::log_messages::{UpstreamLogLevel, log_to_progress};
+use super::log_owner::{ABANDONED_CALL_GRACE, LogOwner, UpstreamTaskGuard};
 
 /// Maximum time that an elicitation may arrive before its call is registered.
 const MAX_EARLY_ARRIVAL: Duration = Duration::from_secs(5);
-
-/// Time to wait for abandoned calls to end before an elicitation counts as possibly theirs. Many
-/// upstreams send nothing more for a canceled request.
-const ABANDONED_CALL_GRACE: Duration = Duration::from_secs(2);
 
 /// Maximum number of abandoned calls that are remembered by id.
 const MAX_REMEMBERED_ABANDONED: usize = 256;
@@ -113,8 +110,9 @@ pub struct McpClientHandler {
     name: String,
     /// The level of the upstream's log messages.
     pub log_level: UpstreamLogLevel,
-    /// Log messages that may belong to the call that is being sent.
-    early_logs: Mutex<Vec<LoggingMessageNotificationParam>>,
+    /// Log messages of calls that are not registered yet.
+    early_logs: Mutex<VecDeque<(RequestId, LoggingMessageNotificationParam)>>,
+    log_owner: LogOwner,
     calls: Mutex<HashMap<RequestId, InFlightUpstreamCall>>,
     abandoned: Mutex<AbandonedCalls>,
     progress_tokens: Mutex<HashMap<ProgressToken, RequestId>>,
@@ -132,6 +130,7 @@ impl McpClientHandler {
             name: name.to_owned(),
             log_level: UpstreamLogLevel::default(),
             early_logs: Mutex::default(),
+            log_owner: LogOwner::default(),
             calls: Mutex::default(),
             abandoned: Mutex::default(),
             progress_tokens: Mutex::default(),
@@ -151,58 +150,88 @@ impl McpClientHandler {
         log_level: Option<LoggingLevel>,
     ) -> (UpstreamCallGuard, mpsc::UnboundedReceiver<UpstreamCallEvent>) {
         let (sender, receiver) = mpsc::unbounded_channel();
-        let early_logs = std::mem::take(&mut *self.early_logs.lock());
         let call = InFlightUpstreamCall {
-            progress,
+            progress: progress.clone(),
             log_level,
             events: sender,
             awaits_answer: false,
             is_marked_ambiguous: false,
             answered: false,
         };
-        self.calls.lock().insert(id.clone(), call);
+        let wanted_logs = self.insert_call(&id, call);
         self.progress_tokens.lock().insert(token.clone(), id.clone());
         self.calls_changed.notify_waiters();
-        for message in &early_logs {
-            self.report_to_only_call(message);
+        for message in &wanted_logs {
+            progress(log_to_progress(&self.name, message));
         }
         (UpstreamCallGuard { handler: self.clone(), id, token, ended: false }, receiver)
     }
 
-    /// Reports a log message to the call that it belongs to, before the response to the call is
-    /// read. Other notifications are handled in their own time.
-    pub fn report_log(&self, notification: &ServerNotification) {
-        let ServerNotification::LoggingMessageNotification(log) = notification else { return };
-        let is_early = self.calls.lock().is_empty() && self.attribution.lock().sending == 1;
+    /// Inserts a call. Returns the messages that arrived before, of the levels that it asks for.
+    fn insert_call(
+        &self,
+        id: &RequestId,
+        call: InFlightUpstreamCall,
+    ) -> Vec<LoggingMessageNotificationParam> {
+        let mut calls = self.calls.lock();
+        self.log_owner.record_guarded(id);
         let mut early_logs = self.early_logs.lock();
-        match is_early {
-            true if early_logs.len() < MAX_EARLY_LOGS => early_logs.push(log.params.clone()),
-            true => {}
-            false => {
-                drop(early_logs);
-                self.report_to_only_call(&log.params);
-            }
-        }
+        let (of_call, of_others): (VecDeque<_>, VecDeque<_>) =
+            early_logs.drain(..).partition(|(owner, _)| owner == id);
+        *early_logs = of_others;
+        let messages = of_call.into_iter().map(|(_, message)| message);
+        let wanted = messages.filter(|message| call.wants_log(message.level)).collect();
+        calls.insert(id.clone(), call);
+        wanted
     }
 
-    /// Reports a log message to the only call in flight, if that asks for it. A message does not
-    /// name its call: with several calls it might be another caller's, and is reported to none.
-    fn report_to_only_call(&self, message: &LoggingMessageNotificationParam) {
+    /// Records a request before it is sent.
+    pub fn record_request(&self, id: &RequestId, request: &ClientRequest) {
+        self.log_owner.record_request(id, request);
+    }
+
+    /// Records that sending a request failed. It may have arrived nevertheless.
+    pub fn record_send_failure(&self, id: &RequestId) {
+        self.log_owner.record_given_up(id);
+    }
+
+    /// Counts a task of the upstream, whose log messages are not those of a call in flight.
+    pub fn begin_task(&self) -> UpstreamTaskGuard {
+        self.log_owner.begin_task()
+    }
+
+    /// Reports a log message to the call that it belongs to, if that asks for it, before the
+    /// response to the call is read. With other work at the upstream the message might be another
+    /// caller's, and is reported to none. Other notifications are handled in their own time.
+    pub fn report_log(&self, notification: &ServerNotification) {
+        let ServerNotification::LoggingMessageNotification(log) = notification else { return };
+        let message = &log.params;
+        let Some(id) = self.log_owner.find() else { return };
         let progress = {
             let calls = self.calls.lock();
-            if calls.len() != 1 || self.abandoned.lock().count() > 0 {
+            let Some(call) = calls.get(&id) else {
+                let mut early_logs = self.early_logs.lock();
+                if early_logs.len() == MAX_EARLY_LOGS {
+                    early_logs.pop_front();
+                }
+                early_logs.push_back((id, message.clone()));
                 return;
-            }
-            let call = calls.values().find(|call| call.wants_log(message.level));
-            call.map(|call| call.progress.clone())
+            };
+            call.wants_log(message.level).then(|| call.progress.clone())
         };
         if let Some(progress) = progress {
             progress(log_to_progress(&self.name, message));
         }
     }
 
-    /// Records that the upstream has responded to a request.
-    pub fn record_response(&self, id: &RequestId) {
+    /// Records that the upstream has responded to a request. `continues` if it responded with a
+    /// task, which goes on.
+    pub fn record_response(&self, id: &RequestId, continues: bool) {
+        match continues {
+            // Counts until the task itself does.
+            true => self.log_owner.record_given_up(id),
+            false => self.log_owner.record_end(id),
+        }
         if let Some(call) = self.calls.lock().get_mut(id) {
             call.answered = true;
         }
@@ -244,7 +273,6 @@ impl McpClientHandler {
                 let mut turns = self.attribution.lock();
                 if turns.unattributed == 0 {
                     turns.sending += 1;
-                    self.early_logs.lock().clear();
                     return SendPermit(self.clone());
                 }
             }
@@ -415,7 +443,10 @@ impl Drop for UpstreamCallGuard {
     fn drop(&mut self) {
         let removed = self.handler.calls.lock().remove(&self.id);
         let is_answered = self.ended || removed.is_some_and(|call| call.answered);
-        if !is_answered {
+        if is_answered {
+            self.handler.log_owner.record_end(&self.id);
+        } else {
+            self.handler.log_owner.record_given_up(&self.id);
             let mut abandoned = self.handler.abandoned.lock();
             match abandoned.ids.len() < MAX_REMEMBERED_ABANDONED {
                 true => drop(abandoned.ids.insert(self.id.clone())),
@@ -526,7 +557,10 @@ impl ClientHandler for McpClientHandler {
 #[cfg(test)]
 mod tests {
     use futures::{FutureExt, poll};
-    use rmcp::model::NumberOrString;
+    use rmcp::model::{
+        CallToolRequest, CallToolRequestParams, NumberOrString, ReadResourceRequest,
+        ReadResourceRequestParams,
+    };
     use serde_json::json;
 
     use super::*;
@@ -575,7 +609,7 @@ mod tests {
         assert!(poll!(&mut delivery).is_pending());
         assert!(second_events.try_recv().is_err(), "the abandoned call may have caused it");
         // The upstream ends the abandoned call after all, so the elicitation belongs to the other.
-        handler.record_response(&NumberOrString::Number(1));
+        handler.record_response(&NumberOrString::Number(1), false);
         assert!(poll!(&mut delivery).is_pending());
         let Ok(UpstreamCallEvent::Elicitation(question)) = second_events.try_recv() else {
             panic!("the elicitation belongs to this call")
@@ -608,46 +642,114 @@ mod tests {
         );
     }
 
+    /// A handler with the log messages that each call received.
+    struct LogFixture {
+        handler: Arc<McpClientHandler>,
+        logged: Arc<Mutex<Vec<(i64, Value)>>>,
+    }
+
+    impl LogFixture {
+        fn new() -> Self {
+            let handler = McpClientHandler::new("disk", broadcast::channel(1).0);
+            Self { handler, logged: Arc::default() }
+        }
+
+        fn send(&self, n: i64, request: impl Into<ClientRequest>) {
+            self.handler.record_request(&NumberOrString::Number(n), &request.into());
+        }
+
+        fn send_call(&self, n: i64) {
+            self.send(n, CallToolRequest::new(CallToolRequestParams::new("work")));
+        }
+
+        fn register(&self, n: i64, level: Option<LoggingLevel>) -> UpstreamCallGuard {
+            let (id, logged) = (NumberOrString::Number(n), self.logged.clone());
+            let sink: ProgressSink = Arc::new(move |report: AttemptProgress| {
+                logged.lock().push((n, report.data.unwrap()["log"].clone()));
+            });
+            self.handler.register_call(id.clone(), ProgressToken(id), sink, level).0
+        }
+
+        fn start_call(&self, n: i64, level: Option<LoggingLevel>) -> UpstreamCallGuard {
+            self.send_call(n);
+            self.register(n, level)
+        }
+
+        fn log(&self, level: LoggingLevel, data: &str) {
+            let param = LoggingMessageNotificationParam::new(level, json!(data));
+            let notification = rmcp::model::LoggingMessageNotification::new(param);
+            let notification = ServerNotification::LoggingMessageNotification(notification);
+            self.handler.report_log(&notification);
+        }
+
+        /// Returns the messages so far, each with its call.
+        fn received(&self) -> Vec<(i64, String)> {
+            let text = |log: &Value| log["data"].as_str().unwrap().to_owned();
+            self.logged.lock().iter().map(|(n, log)| (*n, text(log))).collect()
+        }
+    }
+
     #[test]
     fn a_log_message_reaches_the_only_call_that_asks_for_its_level() {
-        let handler = McpClientHandler::new("disk", broadcast::channel(1).0);
-        let logged: Arc<Mutex<Vec<Value>>> = Arc::default();
-        let register = |n: i64, level: Option<LoggingLevel>| {
-            let (id, logged) = (NumberOrString::Number(n), logged.clone());
-            let sink: ProgressSink = Arc::new(move |report: AttemptProgress| {
-                logged.lock().push(report.data.unwrap()["log"].clone());
-            });
-            handler.register_call(id.clone(), ProgressToken(id), sink, level).0
-        };
-        let log = |level: LoggingLevel| {
-            let param = LoggingMessageNotificationParam::new(level, json!("x"));
-            let notification = rmcp::model::LoggingMessageNotification::new(param);
-            handler.report_log(&ServerNotification::LoggingMessageNotification(notification));
-        };
-        let mut first = register(1, Some(LoggingLevel::Warning));
-        log(LoggingLevel::Info);
-        log(LoggingLevel::Error);
-        assert_eq!(*logged.lock(), [json!({ "level": "error", "logger": "disk", "data": "x" })]);
+        let fixture = LogFixture::new();
+        let count = || fixture.logged.lock().len();
+        let mut first = fixture.start_call(1, Some(LoggingLevel::Warning));
+        fixture.log(LoggingLevel::Info, "x");
+        fixture.log(LoggingLevel::Error, "x");
+        let shown = json!({ "level": "error", "logger": "disk", "data": "x" });
+        assert_eq!(*fixture.logged.lock(), [(1, shown)]);
         // With two calls in flight, the message may be that of the other caller.
-        let mut second = register(2, Some(LoggingLevel::Warning));
-        log(LoggingLevel::Error);
-        assert_eq!(logged.lock().len(), 1);
+        let mut second = fixture.start_call(2, Some(LoggingLevel::Warning));
+        fixture.log(LoggingLevel::Error, "x");
+        assert_eq!(count(), 1);
         first.mark_ended();
         drop(first);
-        log(LoggingLevel::Error);
-        assert_eq!(logged.lock().len(), 2);
+        fixture.log(LoggingLevel::Error, "x");
+        assert_eq!(count(), 2);
         second.mark_ended();
         drop(second);
-        // A message can arrive before the call that is being sent is registered.
-        let permit = handler.acquire_send_permit().now_or_never().unwrap();
-        log(LoggingLevel::Error);
-        assert_eq!(logged.lock().len(), 2);
-        let third = register(3, Some(LoggingLevel::Debug));
-        drop(permit);
-        assert_eq!(logged.lock().len(), 3);
+        // A message can arrive before the call that was sent is registered.
+        fixture.send_call(3);
+        fixture.log(LoggingLevel::Error, "x");
+        assert_eq!(count(), 2);
+        let mut third = fixture.register(3, Some(LoggingLevel::Debug));
+        assert_eq!(count(), 3);
+        third.mark_ended();
         drop(third);
-        let _quiet = register(4, None);
-        log(LoggingLevel::Emergency);
-        assert_eq!(logged.lock().len(), 3, "a request that asks for none gets none");
+        let _quiet = fixture.start_call(4, None);
+        fixture.log(LoggingLevel::Emergency, "x");
+        assert_eq!(count(), 3, "a request that asks for none gets none");
+    }
+
+    #[test]
+    fn a_log_message_of_another_callers_work_reaches_no_call() {
+        let fixture = LogFixture::new();
+        let debug = Some(LoggingLevel::Debug);
+        let mut first = fixture.start_call(1, debug);
+        fixture.send(2, ReadResourceRequest::new(ReadResourceRequestParams::new("file:///x")));
+        fixture.log(LoggingLevel::Info, "of the read");
+        fixture.handler.record_response(&NumberOrString::Number(2), false);
+        // The other caller's call is sent, and not registered before its message arrives.
+        fixture.send_call(3);
+        fixture.log(LoggingLevel::Info, "of either call");
+        first.mark_ended();
+        drop(first);
+        fixture.log(LoggingLevel::Info, "of the other call");
+        let mut second = fixture.register(3, debug);
+        assert_eq!(fixture.received(), [(3, "of the other call".to_owned())]);
+        // It becomes a task, and another call begins.
+        fixture.handler.record_response(&NumberOrString::Number(3), true);
+        let third = fixture.start_call(4, debug);
+        fixture.log(LoggingLevel::Info, "of the task, before it is polled");
+        let mut task = fixture.handler.begin_task();
+        second.mark_ended();
+        drop(second);
+        fixture.log(LoggingLevel::Info, "of the task");
+        task.mark_ended();
+        drop(task);
+        assert_eq!(fixture.received().len(), 1, "the task is another caller's");
+        fixture.log(LoggingLevel::Info, "of the only call");
+        assert_eq!(fixture.received()[1..], [(4, "of the only call".to_owned())]);
+        drop(third);
     }
 }
