@@ -202,7 +202,7 @@ impl NatsConnection {
     /// stream that cannot be changed stays as it is.
     async fn add_short_system_subject(&self, stream: &Stream) {
         let (info, subject) = (stream.cached_info(), self.short_system_subject());
-        if info.config.subjects.contains(&subject) {
+        if stores_subject(&info.config.subjects, &subject) {
             return;
         }
         let mut config = info.config.clone();
@@ -325,5 +325,49 @@ pub fn stream_config(name: String, subject: String, max_age: Duration) -> Stream
         max_age,
         duplicate_window: DUPLICATE_WINDOW,
         ..StreamConfig::default()
+    }
+}
+
+/// Returns true if a stream with these subjects stores every message of a subject, which may have
+/// wildcards.
+pub fn stores_subject(stream_subjects: &[String], subject: &str) -> bool {
+    stream_subjects.iter().any(|pattern| covers_subject(pattern, subject))
+}
+
+fn covers_subject(pattern: &str, subject: &str) -> bool {
+    let (mut pattern, mut subject) = (pattern.split('.'), subject.split('.'));
+    loop {
+        match (pattern.next(), subject.next()) {
+            (None, None) => return true,
+            (Some(">"), Some(_)) => return true,
+            (Some("*"), Some(token)) if token != ">" => {}
+            (Some(same), Some(token)) if same == token => {}
+            _ => return false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_stores_the_subjects_that_its_own_cover() {
+        let short = "cg.v1r3.*.*.cmd.sys.*";
+        for (pattern, is_stored) in [
+            (short, true),
+            ("cg.v1r3.*.*.cmd.*.*", true),
+            ("cg.v1r3.>", true),
+            (">", true),
+            ("cg.v1r3.*.*.cmd.*.*.>", false),
+            ("cg.v1r3.*.*.cmd.sys.judge", false),
+            ("cg.v1r3.*.public.cmd.sys.*", false),
+            ("cg.v1r3.*.*.cmd.sys", false),
+            ("cg.v1r4.>", false),
+        ] {
+            assert_eq!(stores_subject(&[pattern.to_owned()], short), is_stored, "{pattern}");
+        }
+        assert!(!stores_subject(&["a.*".to_owned()], "a.>"));
+        assert!(!stores_subject(&[], short));
     }
 }

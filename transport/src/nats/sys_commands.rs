@@ -19,6 +19,7 @@ use toolcrib::domain::utp::trace;
 use toolcrib::registry::audit;
 use toolcrib::utp::{CommandReceipt, InternalCommand, UnprocessableMessage};
 use toolcrib_protocol::utp::NatsConnection;
+use toolcrib_protocol::utp::nats_connection::stores_subject;
 use toolcrib_protocol::utp::wire::{self, UtpHeaders};
 
 /// Maximum number of commands that one request to the broker returns, and that are processed
@@ -29,6 +30,9 @@ const PULL_EXPIRY: Duration = Duration::from_secs(5);
 /// Delay before a failed consumer is opened again, and before a command that could not be stored is
 /// redelivered.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Delay before a stream without the subject of a consumer is read again, unless the connection
+/// breaks before.
+const SUBJECT_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Consumes commands for as long as the future is polled.
 pub(super) async fn run_consumer(engine: Engine, nats: NatsConnection) {
@@ -74,6 +78,14 @@ async fn consume_commands(
     let mut reconnected = std::pin::pin!(nats.wait_for_reconnect());
     reconnected.as_mut().enable();
     nats.ensure_streams().await?;
+    let stream = nats.jetstream().get_stream(nats.command_stream()).await?;
+    let is_short = filter.subject == nats.short_system_subject();
+    if is_short && !stores_subject(&stream.cached_info().config.subjects, &filter.subject) {
+        // The stream could not be changed, as the log says. No consumer can be created until
+        // an operator adds the subject.
+        let _ = tokio::time::timeout(SUBJECT_CHECK_INTERVAL, reconnected).await;
+        return Ok(());
+    }
     let name = &filter.name;
     let config = pull::Config {
         durable_name: Some(name.clone()),
@@ -83,7 +95,6 @@ async fn consume_commands(
         filter_subject: filter.subject.clone(),
         ..pull::Config::default()
     };
-    let stream = nats.jetstream().get_stream(nats.command_stream()).await?;
     let consumer: PullConsumer = stream.get_or_create_consumer(name, config).await?;
     loop {
         let request = consumer.batch().max_messages(PULL_BATCH_SIZE).expires(PULL_EXPIRY);

@@ -1,5 +1,6 @@
 //! Commands to the system itself (`cmd.sys.…`) that cannot be executed: each becomes a dead letter.
 
+use async_nats::jetstream::stream::Config as StreamConfig;
 use serde_json::{Value, json};
 
 use crate::support::nats::Nats;
@@ -87,6 +88,51 @@ async fn a_command_to_the_system_waits_for_a_server_that_was_killed() {
     server.start().await;
     eventually("the commands sent meanwhile", PATIENCE, async || {
         (count(&server).await == 4).then_some(())
+    })
+    .await;
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_cannot_be_changed_costs_one_warning() {
+    let Some(mut nats) = Nats::start().await else { return };
+    let jetstream = async_nats::jetstream::new(nats.peer().await.client);
+    let commands = |subjects: &[&str]| StreamConfig {
+        name: "cg_cmd_v1r3".into(),
+        subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
+        ..StreamConfig::default()
+    };
+    let (long, short) = ("cg.v1r3.*.*.cmd.*.*.>", "cg.v1r3.*.*.cmd.sys.*");
+    jetstream.create_stream(commands(&[long])).await.unwrap();
+    // Another stream has the subject, so the broker refuses to add it to this one.
+    let other = StreamConfig { name: "other".into(), ..commands(&[short]) };
+    jetstream.create_stream(other).await.unwrap();
+    let mut server = process::Server::new().with("NATS__URL", nats.url());
+    server.start().await;
+    let has_dead_letter = async |server: &process::Server, subject: &str| {
+        let listed = server.http.get(server.url("/v1/dead_letters?limit=200")).send().await;
+        let listed: Value = listed.unwrap().json().await.unwrap();
+        let all = listed["dead_letters"].as_array().unwrap();
+        all.iter().any(|dead| dead["subject"] == subject).then_some(())
+    };
+    let subject = "cg.v1r3.default.public.cmd.sys.judge.retry";
+    nats.peer().await.command(subject, b"{}".to_vec()).await;
+    eventually("the command with a suffix", PATIENCE, async || {
+        has_dead_letter(&server, subject).await
+    })
+    .await;
+    let log = server.log();
+    assert_eq!(log.matches("does not store commands to the system").count(), 1, "{log}");
+    assert!(!log.contains("cannot be received"), "{log}");
+    // An operator moves the subject, and the server finds it after the next reconnect.
+    jetstream.delete_stream("other").await.unwrap();
+    jetstream.update_stream(commands(&[long, short])).await.unwrap();
+    nats.down();
+    nats.up().await;
+    let subject = "cg.v1r3.default.public.cmd.sys.judge";
+    nats.peer().await.command(subject, b"{}".to_vec()).await;
+    eventually("the command without a suffix", PATIENCE, async || {
+        has_dead_letter(&server, subject).await
     })
     .await;
     server.stop().await;
