@@ -177,7 +177,7 @@ async fn submit_call(
     if body["idempotency_key"].is_null() {
         let directory = unanswered::state_directory(|name| std::env::var_os(name));
         let directory = directory.as_deref();
-        let request = UnansweredRequest::find_or_new(directory, client.server(), path, &body);
+        let request = UnansweredRequest::find_or_new(directory, client.scope(), path, &body);
         body["idempotency_key"] = request.idempotency_key.as_str().into();
         unanswered = Some(request);
     }

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use reqwest::header::{self, HeaderMap, HeaderValue};
 use reqwest::{Method, Response, StatusCode, Url};
-use serde_json::Value;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use toolcrib::domain::id::hex;
 
 use super::failure::{CommandFailure, exit, failure_for_code};
 use super::output::sanitize_line;
@@ -32,6 +34,7 @@ const MAX_RESPONSE_BYTES: usize = 256 << 20;
 pub struct ApiClient {
     http: reqwest::Client,
     base: Url,
+    scope: String,
     has_key: bool,
     /// The file with the operator token of a server on this machine, if the settings name it.
     operator_token_file: Option<PathBuf>,
@@ -124,8 +127,10 @@ impl ApiClient {
                 .map_err(|_| CommandFailure::usage("the project name has invalid characters"))?;
             headers.insert("x-toolcrib-project", value);
         }
+        let key_digest = key.map(|key| hex(&Sha256::digest(key)));
         Ok(Self {
             http: build_http_client(&base, headers)?,
+            scope: json!([base.as_str(), project, key_digest]).to_string(),
             base,
             has_key: key.is_some(),
             operator_token_file: None,
@@ -146,6 +151,12 @@ impl ApiClient {
     /// Returns the server as it was given.
     pub fn server(&self) -> &str {
         self.base.as_str().trim_end_matches('/')
+    }
+
+    /// Returns the server, the project and a digest of the key: equal requests of clients with
+    /// different scopes are different requests.
+    pub fn scope(&self) -> &str {
+        &self.scope
     }
 
     /// Sends a request and reads the response as JSON.

@@ -7,14 +7,15 @@
 //! ends: a command that runs at the same time is a call of its own.
 
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-/// Maximum age of a request that a repeated command joins, as `policy.rejoin_window_ms` has it.
+/// Maximum time since the last attempt of a request that a repeated command joins, as
+/// `policy.rejoin_window_ms` has it.
 const MAX_AGE: Duration = Duration::from_secs(600);
 
 /// A request without an answer so far.
@@ -27,15 +28,11 @@ pub struct UnansweredRequest {
 }
 
 impl UnansweredRequest {
-    /// Returns the request of an earlier command that got no answer, or a new one.
-    pub fn find_or_new(
-        directory: Option<&Path>,
-        server: &str,
-        path: &[&str],
-        body: &Value,
-    ) -> Self {
+    /// Returns the request of an earlier command that got no answer, or a new one. `scope` is the
+    /// scope of the idempotency key: the same request in another one is another call.
+    pub fn find_or_new(directory: Option<&Path>, scope: &str, path: &[&str], body: &Value) -> Self {
         let mut digest = Sha256::new();
-        digest.update(serde_json::json!([server, path, body]).to_string());
+        digest.update(serde_json::json!([scope, path, body]).to_string());
         let digest: String =
             digest.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect();
         directory.and_then(|directory| Self::find(directory, &digest)).unwrap_or_else(|| {
@@ -52,27 +49,29 @@ impl UnansweredRequest {
                 continue;
             };
             let (file, key) = (entry.path(), key.to_owned());
-            let modified = entry.metadata().and_then(|metadata| metadata.modified());
-            let age = modified.ok().and_then(|time| time.elapsed().ok()).unwrap_or_default();
-            if age > MAX_AGE {
+            // The record of another request is locked only to remove it: its own command may look
+            // for it at the same time.
+            if of != digest && !is_old(&entry.metadata()) {
+                continue;
+            }
+            let Some(lock) = File::open(&file).ok().filter(|lock| lock.try_lock().is_ok()) else {
+                continue;
+            };
+            if is_old(&lock.metadata()) {
                 let _ = std::fs::remove_file(&file);
-            } else if of == digest
-                && let Ok(lock) = File::open(&file)
-                && lock.try_lock().is_ok()
-                // Its owner removes a file before it releases the lock.
-                && file.exists()
-            {
+            } else if of == digest && file.exists() {
+                // It exists: its owner removes a file before it releases the lock.
                 return Some(Self { idempotency_key: key, file: Some(file), lock: Some(lock) });
             }
         }
         None
     }
 
-    /// Records that the request may have arrived. Returns false if that is not possible, so that no
-    /// later command can find it.
+    /// Records that the request may have arrived, now. Returns false if that is not possible, so
+    /// that no later command can find it.
     pub fn record(&mut self) -> bool {
-        if self.lock.is_some() {
-            return true;
+        if let Some(lock) = &self.lock {
+            return lock.set_modified(SystemTime::now()).is_ok();
         }
         let Some(path) = &self.file else { return false };
         if path.parent().is_none_or(|directory| std::fs::create_dir_all(directory).is_err()) {
@@ -92,6 +91,12 @@ impl UnansweredRequest {
     }
 }
 
+/// Returns true for a file whose request was sent too long ago to be joined.
+fn is_old(metadata: &std::io::Result<Metadata>) -> bool {
+    let modified = metadata.as_ref().ok().and_then(|metadata| metadata.modified().ok());
+    modified.and_then(|time| time.elapsed().ok()).is_some_and(|age| age > MAX_AGE)
+}
+
 /// Returns the user's directory of these records. `lookup_env` returns an environment variable.
 pub fn state_directory(lookup_env: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let absolute_path =
@@ -105,10 +110,11 @@ pub fn state_directory(lookup_env: impl Fn(&str) -> Option<OsString>) -> Option<
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::cli::client::ApiClient;
     use serde_json::json;
 
     fn request(directory: &Path, n: u32) -> UnansweredRequest {
-        UnansweredRequest::find_or_new(Some(directory), "http://s", &["v1"], &json!({ "n": n }))
+        UnansweredRequest::find_or_new(Some(directory), "s", &["v1"], &json!({ "n": n }))
     }
 
     #[test]
@@ -129,14 +135,43 @@ mod tests {
     }
 
     #[test]
+    fn a_command_joins_no_request_of_another_project_or_key() {
+        let home = tempfile::tempdir().unwrap();
+        let request = |key: Option<&str>, project: Option<&str>| {
+            let client = ApiClient::new("http://127.0.0.1:1", key, project).unwrap();
+            UnansweredRequest::find_or_new(Some(home.path()), client.scope(), &["v1"], &json!({}))
+        };
+        let mut first = request(Some("k"), Some("a"));
+        assert!(first.record());
+        let idempotency_key = first.idempotency_key.clone();
+        drop(first);
+        for (key, project) in [(Some("k"), Some("b")), (Some("x"), Some("a")), (None, Some("a"))] {
+            let other = request(key, project);
+            assert_ne!(other.idempotency_key, idempotency_key, "{key:?} {project:?}");
+            other.remove();
+        }
+        assert_eq!(request(Some("k"), Some("a")).idempotency_key, idempotency_key);
+    }
+
+    #[test]
     fn old_requests_are_forgotten() {
         let home = tempfile::tempdir().unwrap();
         let mut first = request(home.path(), 1);
         assert!(first.record());
-        let long_ago = std::time::SystemTime::now() - MAX_AGE - Duration::from_secs(1);
-        first.lock.as_ref().unwrap().set_modified(long_ago).unwrap();
         let key = first.idempotency_key.clone();
+        let age = |request: &UnansweredRequest| {
+            let long_ago = SystemTime::now() - MAX_AGE - Duration::from_secs(1);
+            request.lock.as_ref().unwrap().set_modified(long_ago).unwrap();
+        };
+        age(&first);
+        // Another command does not remove the record of a command that still waits.
+        request(home.path(), 2);
+        assert!(first.record(), "a further attempt");
         drop(first);
+        let again = request(home.path(), 1);
+        assert_eq!(again.idempotency_key, key, "the last attempt counts");
+        age(&again);
+        drop(again);
         assert_ne!(request(home.path(), 1).idempotency_key, key);
         assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
     }
@@ -145,7 +180,7 @@ mod tests {
     fn a_directory_that_cannot_be_written_records_nothing() {
         let file = tempfile::NamedTempFile::new().unwrap();
         assert!(!request(&file.path().join("x"), 1).record());
-        assert!(!UnansweredRequest::find_or_new(None, "http://s", &[], &json!({})).record());
+        assert!(!UnansweredRequest::find_or_new(None, "s", &[], &json!({})).record());
     }
 
     #[test]
