@@ -35,6 +35,7 @@ mod problem;
 mod project_limiter;
 #[cfg(test)]
 mod tests;
+mod unknown_fields;
 
 pub use budget::{CompileBudget, FORM_BYTES, REQUEST_BYTES};
 pub use cache::{compile_off_thread, compiled_bytes};
@@ -42,6 +43,7 @@ pub use defaults::DefaultsTooLarge;
 pub use phrases::nearest_name;
 pub use portable::{to_model_schema, to_portable_schema};
 pub use project_limiter::{ProjectLimiter, ProjectPermit};
+pub use unknown_fields::{UnknownField, refuse_unknown_fields};
 
 use cache::SchemaSlot;
 use guard::SchemaProfile;

@@ -254,6 +254,40 @@ async fn a_file_means_the_same_over_http_and_in_a_data_directory() {
 }
 
 #[tokio::test]
+async fn an_unknown_field_of_an_agent_that_is_only_woken_is_refused_on_every_way_in() {
+    let server = Server::start().await;
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let (file, config, data) = (path("agents.yaml"), path("toolcrib.toml"), path("data"));
+    let url = format!("http://{}", server.address);
+    let refused = async |words: &[&str]| {
+        let mut command = std::process::Command::new(crate::support::process::TOOLCRIB);
+        command.args(words).env_remove("TOOLCRIB_KEY").current_dir(directory.path());
+        let ran = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+        assert!(!ran.status.success(), "{words:?}");
+        String::from_utf8(ran.stderr).unwrap()
+    };
+    for (yaml, toml, expected) in [
+        ("allowed_tool: [a.*]", "allowed_tool = [\"a.*\"]", "did you mean `allowed_tools`?"),
+        ("wakeup_url: https://x", "wakeup_url = \"https://x\"", "unknown field `wakeup_url`"),
+    ] {
+        let agents = format!("agents:\n- agent_id: ada\n  worker_target: w\n  {yaml}\n");
+        std::fs::write(&file, agents).unwrap();
+        let agents = format!("[[agents]]\nagent_id = \"ada\"\nworker_target = \"w\"\n{toml}\n");
+        std::fs::write(&config, agents).unwrap();
+        for words in [
+            ["agents", "apply", &file, "--server", &url],
+            ["agents", "apply", &file, "--data-dir", &data],
+            ["serve", "--config", &config, "--data-dir", &data],
+        ] {
+            let message = refused(&words).await;
+            assert!(message.contains(expected), "{words:?}: {message}");
+        }
+    }
+    server.api().get("/v1/agents/ada").await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
 async fn agents_are_called_under_rules_and_approvals() {
     let model = ScriptedModel::start_with_script(team).await.unwrap();
     let server = start_with_model(&model, vec![]).await;

@@ -19,13 +19,12 @@ use serde_json::json;
 use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json::{self, JsonError};
 use toolcrib::domain::trace::TraceParent;
+pub(super) use toolcrib::schema::{UnknownField, refuse_unknown_fields};
 use toolcrib::{CallId, Caller};
 
 use super::HttpState;
 use crate::auth::{self, RequestCredentials};
 use crate::http::problem::ApiError;
-
-pub(super) use unknown_fields::{UnknownField, refuse_unknown_fields};
 
 /// Maximum time to receive a body. A caller that sends one byte at a time must not hold a
 /// connection forever.

@@ -17,6 +17,7 @@ use crate::domain::utp::is_token;
 use crate::ports::core::from_store_error;
 use crate::registry::catalog::Catalog;
 use crate::registry::{AgentRoster, Registry};
+use crate::schema::{UnknownField, refuse_unknown_fields};
 
 /// Maximum number of versions that a list shows.
 const MAX_LISTED_VERSIONS: usize = 200;
@@ -242,6 +243,12 @@ struct AgentDocument {
     on_parent_end: OnParentEnd,
 }
 
+/// Fields of a document about an agent that can only be woken.
+const ROSTER_FIELDS: &[&str] = &["agent_id", "worker_target", "allowed_tools", "profile"];
+
+/// Fields of an agent that can be called; null stands for their absence.
+const CALLABLE_FIELDS: [&str; 3] = ["driver", "on_parent_end", "wakeup_url"];
+
 /// Fields that responses add to an agent. A document that was read from one is accepted as it is.
 const RESPONSE_FIELDS: [&str; 6] =
     ["version", "created_by", "derived_from", "updated_at_ms", "tool", "allowed_tools"];
@@ -270,8 +277,7 @@ impl ParsedAgent {
 ///
 /// # Errors
 ///
-/// Refuses a document with wrong types or another id; unknown fields too if the agent can be
-/// called.
+/// Refuses a document with unknown fields, wrong types, or another id.
 pub fn parse_agent(
     project: &str,
     agent_id: Option<&str>,
@@ -292,6 +298,7 @@ fn parse_roster_entry(
     agent_id: Option<&str>,
     document: &Value,
 ) -> Result<AgentEntry, Error> {
+    refuse_unknown_roster_fields(document)?;
     let wrong_type =
         |field: &str, expected: &str| invalid(field, format!("{field} must be {expected}"));
     let in_document = document.get("agent_id").and_then(Value::as_str).map(str::to_owned);
@@ -315,6 +322,18 @@ fn parse_roster_entry(
         updated_ms: 0,
         definition: None,
     })
+}
+
+/// Refuses unknown fields of an entry of the roster: a misspelt restriction would not restrict.
+fn refuse_unknown_roster_fields(document: &Value) -> Result<(), Error> {
+    let given = document.as_object().into_iter().flatten();
+    let unknown: Vec<UnknownField> = given
+        .filter(|(name, value)| !value.is_null() || !CALLABLE_FIELDS.contains(&name.as_str()))
+        .map(|(name, _)| name.as_str())
+        .filter(|name| !ROSTER_FIELDS.contains(name) && !RESPONSE_FIELDS.contains(name))
+        .map(|name| UnknownField::new("", name, ROSTER_FIELDS))
+        .collect();
+    refuse_unknown_fields(&unknown)
 }
 
 /// Returns the id of an agent: the one from elsewhere, or that of its document.

@@ -125,3 +125,23 @@ async fn a_box_gives_cards_to_an_agent_and_to_those_that_it_calls() {
     let fault = call.outcome.as_ref().unwrap().error.clone().unwrap();
     assert!(fault.message.contains("there is no box \"none\""), "{}", fault.message);
 }
+
+#[tokio::test]
+async fn an_agent_that_can_only_be_woken_has_no_unknown_fields() {
+    for (document, expected) in [
+        (json!({ "allowed_tool": ["a.*"] }), "did you mean `allowed_tools`?"),
+        (json!({ "wakeup_url": "https://example.com" }), "unknown field `wakeup_url`"),
+        (json!({ "x": null }), "unknown field `x`"),
+    ] {
+        let mut document = document;
+        document["worker_target"] = "w".into();
+        let error = toolcrib::registry::parse_agent("p", Some("x"), &document).unwrap_err();
+        assert_eq!(error.code(), Code::ValidationError, "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+    let mut response = json!({ "agent_id": "x", "worker_target": "w", "driver": null });
+    for name in ["version", "tool", "created_by", "derived_from", "updated_at_ms"] {
+        response[name] = json!(1);
+    }
+    assert!(toolcrib::registry::parse_agent("p", None, &response).is_ok(), "it can be sent back");
+}

@@ -10,7 +10,6 @@
 //! and structs with `flatten` are read without a check.
 
 use std::cell::RefCell;
-use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::de::value::StrDeserializer;
@@ -18,74 +17,8 @@ use serde::de::{
     DeserializeOwned, DeserializeSeed, Deserializer, EnumAccess, IgnoredAny, IntoDeserializer,
     MapAccess, SeqAccess, Visitor,
 };
-use serde_json::json;
-use toolcrib::domain::fault::{Code, Error, Fault};
 use toolcrib::domain::json::pointer_segment;
-use toolcrib::schema::nearest_name;
-
-/// Maximum number of unknown fields that an error lists.
-const MAX_LISTED: usize = 20;
-
-/// Maximum number of characters of an unknown name that an error repeats.
-const MAX_NAME_CHARS: usize = 80;
-
-/// A field that the type of the request does not know.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct UnknownField {
-    /// JSON pointer of the field.
-    pointer: String,
-    name: String,
-    /// Known name that the field is most likely a misspelling of.
-    suggestion: Option<&'static str>,
-    known: &'static [&'static str],
-}
-
-impl UnknownField {
-    /// Describes the field `name` of the object at `pointer`, which knows the fields `known`.
-    pub(crate) fn new(pointer: &str, name: &str, known: &'static [&'static str]) -> Self {
-        let candidates: BTreeSet<&'static str> = known.iter().copied().collect();
-        Self {
-            pointer: format!("{pointer}{}", pointer_segment(name)),
-            name: name.chars().take(MAX_NAME_CHARS).collect(),
-            suggestion: nearest_name(name, &candidates),
-            known,
-        }
-    }
-
-    /// Returns true if the position of the field begins with this JSON pointer.
-    pub(crate) fn is_within(&self, pointer: &str) -> bool {
-        self.pointer.starts_with(pointer)
-    }
-
-    fn message(&self) -> String {
-        let name = &self.name;
-        match self.suggestion {
-            Some(known) => format!("unknown field `{name}`; did you mean `{known}`?"),
-            None => format!("unknown field `{name}`; known fields are {}", self.known.join(", ")),
-        }
-    }
-}
-
-/// Refuses a body with unknown fields. The detail lists each with its position.
-pub(crate) fn refuse_unknown_fields(unknown: &[UnknownField]) -> Result<(), Error> {
-    let Some(first) = unknown.first() else { return Ok(()) };
-    let mut message = first.message();
-    if unknown.len() > 1 {
-        let others = unknown.len() - 1;
-        message += &format!(" ({others} more in detail.problems)");
-    }
-    let problem = |field: &UnknownField| {
-        let mut problem = json!({ "pointer": field.pointer, "message": field.message() });
-        if let Some(suggestion) = field.suggestion {
-            problem["suggestion"] = suggestion.into();
-        }
-        problem
-    };
-    let problems: Vec<_> = unknown.iter().take(MAX_LISTED).map(problem).collect();
-    let detail = json!({ "in": "body", "problems": problems });
-    let fault = Fault::new(Code::ValidationError, message).without_side_effect();
-    Err(fault.with_detail(detail).into())
-}
+use toolcrib::schema::UnknownField;
 
 /// Reads a value, and collects the unknown fields of all structs in it. The pointers begin with
 /// `base`, the position of the value in the body.
@@ -405,7 +338,7 @@ mod tests {
 
     fn messages(text: &str) -> Vec<(String, String)> {
         let (_, unknown) = parse_order(text);
-        unknown.iter().map(|field| (field.pointer.clone(), field.message())).collect()
+        unknown.iter().map(|field| (field.pointer().to_owned(), field.message())).collect()
     }
 
     #[test]
@@ -448,7 +381,7 @@ mod tests {
         let (line, unknown): (serde_json::Result<Line>, _) =
             parse(&mut serde_json::Deserializer::from_str(r#"{"quantty": 1}"#), "/lines/0");
         assert!(line.is_err());
-        assert_eq!(unknown[0].pointer, "/lines/0/quantty");
-        assert_eq!(unknown[0].suggestion, Some("quantity"));
+        assert_eq!(unknown[0].pointer(), "/lines/0/quantty");
+        assert_eq!(unknown[0].suggestion(), Some("quantity"));
     }
 }

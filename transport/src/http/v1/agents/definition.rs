@@ -11,9 +11,7 @@ use toolcrib::domain::fault::{Code, Error, Fault};
 use utoipa::ToSchema;
 
 use super::super::super::HttpState;
-use crate::http::extract::{
-    self, AuthenticatedCaller, NamePath, UnknownField, refuse_unknown_fields,
-};
+use crate::http::extract::{self, AuthenticatedCaller, NamePath};
 use crate::http::problem::{ApiError, ProblemDetails};
 
 /// An agent that can be called, woken, or both.
@@ -176,7 +174,6 @@ pub(crate) async fn put(
     request: Request<body::Body>,
 ) -> Result<Json<AgentBody>, ApiError> {
     let document = read_agent_document(request, state.settings.max_body_bytes).await?;
-    refuse_unknown_roster_fields(&document)?;
     Ok(Json(state.engine.roster().put_agent(&caller, Some(&agent_id), &document).await?.into()))
 }
 
@@ -197,32 +194,6 @@ pub(crate) async fn versions(
     }
     let versions = versions.into_iter().map(AgentBody::from).collect();
     Ok((StatusCode::OK, Json(AgentVersionList { versions })).into_response())
-}
-
-/// Refuses unknown fields of an entry of the roster. Those of an agent that can be called are
-/// refused when its definition is read. Fields that only a response has are accepted, so that a
-/// response can be sent back.
-fn refuse_unknown_roster_fields(document: &Value) -> Result<(), Error> {
-    const KNOWN: &[&str] = &["agent_id", "worker_target", "allowed_tools", "profile"];
-    const RESPONSE_FIELDS: &[&str] =
-        &["version", "tool", "created_by", "derived_from", "updated_at_ms"];
-    let has = |name: &str| document.get(name).is_some_and(|value| !value.is_null());
-    if !has("worker_target") || has("driver") || has("on_parent_end") {
-        return Ok(());
-    }
-    let given = document.as_object().into_iter().flatten();
-    let unknown: Vec<UnknownField> = given
-        .filter(|(name, value)| !value.is_null() || !is_request_field(name))
-        .map(|(name, _)| name.as_str())
-        .filter(|name| !KNOWN.contains(name) && !RESPONSE_FIELDS.contains(name))
-        .map(|name| UnknownField::new("", name, KNOWN))
-        .collect();
-    refuse_unknown_fields(&unknown)
-}
-
-/// Returns true for a field of an agent that can be called; null stands for its absence.
-fn is_request_field(name: &str) -> bool {
-    ["driver", "on_parent_end", "wakeup_url"].contains(&name)
 }
 
 /// Reads the body as JSON, or as YAML if its content type says so.
