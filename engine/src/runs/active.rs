@@ -141,8 +141,8 @@ impl OpenConversation {
     }
 
     /// Adds a subscriber, which receives deltas from now on.
-    pub(crate) fn subscribe(&self) -> Arc<Subscriber> {
-        self.subscribers.subscribe()
+    pub(crate) fn subscribe(&self) -> RunSubscription {
+        RunSubscription::of_conversation(&self.subscribers)
     }
 
     /// Publishes a delta to all subscribers.

@@ -158,10 +158,10 @@ impl RunStreams {
             return Ok(RunSubscription::new(None));
         }
         let active = self.active_runs.get(&caller.project, run_id);
-        let open = || Some(self.active_runs.conversation(&caller.project, run_id)?.subscribe());
-        Ok(match active {
-            Some(active) => RunSubscription::new(Some(active.subscribe())),
-            None => RunSubscription::of_conversation(open()),
+        Ok(match (active, self.active_runs.conversation(&caller.project, run_id)) {
+            (Some(active), _) => RunSubscription::new(Some(active.subscribe())),
+            (None, Some(open)) => open.subscribe(),
+            (None, None) => RunSubscription::new(None),
         })
     }
 
@@ -205,6 +205,50 @@ impl RunStreams {
         self.read_events(caller, run_id, after, limit, /*ends_when_idle*/ true).await
     }
 
+    /// Returns the stored events of a run and its calls after this number, without waiting.
+    pub async fn stored_events(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        mut after: u64,
+        limit: usize,
+    ) -> Result<Vec<RunEvent>, Error> {
+        let is_readable = self.is_journal_readable(caller, run_id).await?;
+        loop {
+            match self.read_page(caller, run_id, after, limit, is_readable).await? {
+                (events, Some(last)) if events.is_empty() => after = last,
+                (events, _) => return Ok(events),
+            }
+        }
+    }
+
+    async fn is_journal_readable(&self, caller: &Caller, run_id: &str) -> Result<bool, Error> {
+        let may_read_all = self.registry.catalog().may_read_all_calls(caller);
+        Ok(may_read_all || self.is_run_readable(caller, run_id).await?)
+    }
+
+    /// Returns the stored events after this number that the caller may read, and the number of the
+    /// last one with the others.
+    async fn read_page(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        after: u64,
+        limit: usize,
+        is_readable: bool,
+    ) -> Result<(Vec<RunEvent>, Option<u64>), Error> {
+        let read = self.core.store.runs().run_events(&caller.project, run_id, after, limit).await;
+        let mut events = read.map_err(from_store_error)?;
+        let last = events.last().map(RunEvent::number);
+        events.retain(|event| is_readable || matches!(event, RunEvent::Call(_)));
+        let call_of = |event: &RunEvent| match event {
+            RunEvent::Run(_) => None,
+            RunEvent::Call(event) => Some(event.call_id.clone()),
+        };
+        self.calls.retain_readable(caller, &mut events, call_of).await?;
+        Ok((events, last))
+    }
+
     async fn read_events(
         &self,
         caller: &Caller,
@@ -216,9 +260,7 @@ impl RunStreams {
         let (project, run) = (caller.project.clone(), run_id.to_owned());
         let mut listener = self.core.bus.listen(Topic::Run { project, run_id: run });
         let loops = self.core.store.runs();
-        let catalog = self.registry.catalog();
-        let is_readable =
-            catalog.may_read_all_calls(caller) || self.is_run_readable(caller, run_id).await?;
+        let is_readable = self.is_journal_readable(caller, run_id).await?;
         loop {
             let active_run = self.active_runs.is_active(&caller.project, run_id);
             let found = match is_readable && !active_run {
@@ -232,15 +274,7 @@ impl RunStreams {
                     ends_when_idle && !active_run && self.is_idle(&caller.project, run_id).await?
                 }
             };
-            let read = loops.run_events(&caller.project, run_id, after, limit).await;
-            let mut events = read.map_err(from_store_error)?;
-            let last = events.last().map(RunEvent::number);
-            events.retain(|event| is_readable || matches!(event, RunEvent::Call(_)));
-            let call_of = |event: &RunEvent| match event {
-                RunEvent::Run(_) => None,
-                RunEvent::Call(event) => Some(event.call_id.clone()),
-            };
-            self.calls.retain_readable(caller, &mut events, call_of).await?;
+            let (events, last) = self.read_page(caller, run_id, after, limit, is_readable).await?;
             if let Some(last) = last.filter(|_| events.is_empty()) {
                 after = last;
                 continue;

@@ -104,24 +104,34 @@ impl RunDelta {
 }
 
 /// A subscription to the live deltas of a run.
+#[derive(Default)]
 pub struct RunSubscription {
     subscriber: Option<Arc<Subscriber>>,
-    is_of_conversation: bool,
+    /// All subscribers of the conversation of OpenAI's API whose deltas these are.
+    conversation: Option<Weak<SubscriberList>>,
 }
 
 impl RunSubscription {
     pub(crate) fn new(subscriber: Option<Arc<Subscriber>>) -> Self {
-        Self { subscriber, is_of_conversation: false }
+        Self { subscriber, conversation: None }
     }
 
-    pub(crate) fn of_conversation(subscriber: Option<Arc<Subscriber>>) -> Self {
-        Self { is_of_conversation: subscriber.is_some(), subscriber }
+    /// Subscribes to a conversation, which ends when its subscribers are dropped.
+    pub(crate) fn of_conversation(subscribers: &Subscribers) -> Self {
+        let conversation = Some(Arc::downgrade(&subscribers.0));
+        Self { subscriber: Some(subscribers.subscribe()), conversation }
     }
 
-    /// Returns true if the deltas are those of a conversation of OpenAI's API in progress: all of
-    /// them precede the stored events of its run.
+    /// Returns true if the deltas are those of a conversation of OpenAI's API in progress: they
+    /// precede its stored events, and follow those of earlier conversations under its run id. Each
+    /// conversation numbers its steps from 1.
     pub fn is_of_conversation(&self) -> bool {
-        self.is_of_conversation
+        self.conversation.is_some()
+    }
+
+    /// Returns true if the conversation has ended, so that its events are stored.
+    pub fn has_conversation_ended(&self) -> bool {
+        self.conversation.as_ref().is_some_and(|list| list.strong_count() == 0)
     }
 
     /// Returns the next delta. Never returns once there are no more: the run's stored events show
@@ -142,7 +152,9 @@ impl RunSubscription {
 
 /// All subscribers of a run.
 #[derive(Default)]
-pub(crate) struct Subscribers(Mutex<Vec<Weak<Subscriber>>>);
+pub(crate) struct Subscribers(Arc<SubscriberList>);
+
+type SubscriberList = Mutex<Vec<Weak<Subscriber>>>;
 
 impl Subscribers {
     /// Adds a subscriber, which receives deltas from now on.

@@ -65,6 +65,8 @@ impl RunView {
         self.call_count += usize::from(kind == "tool.call.requested");
         if matches!(kind, "run.finished" | "run.failed" | "run.canceled") {
             self.final_event = Some(event.clone());
+            // The answers so far are complete. Text of the next one has the same steps.
+            self.printed_texts.clear();
         } else if kind.starts_with("run.") && !is_live_only(kind) {
             // A run that had ended continues.
             self.final_event = None;
@@ -73,6 +75,11 @@ impl RunView {
             return self.output.print_json_line(event);
         }
         match kind {
+            // Each conversation under one run id numbers its steps from 1.
+            "run.created" | "run.said" => {
+                self.step = None;
+                Ok(())
+            }
             "run.asking" => {
                 self.end_line()?;
                 self.reset_answer(event_step(event));

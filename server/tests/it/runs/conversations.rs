@@ -425,3 +425,48 @@ async fn a_follower_on_the_command_line_sees_each_text_once() {
     reply.is(200);
     assert_eq!((code, stdout.trim()), (0, "It is 42."), "{stderr}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_follower_sees_every_conversation_under_one_run_id() {
+    let call = |id: &str| tool_call_reply(id, "slow__tool", &json!({ "n": id }));
+    let script = [text_reply("First."), call("c1"), call("c2"), text_reply("Second.")];
+    let (server, _model) = start_with_model(script).await;
+    let api = server.api();
+    api.register("c1", json!([{ "name": "slow.tool", "timeout_ms": 60_000 }])).await;
+    api.post("/v1/chat/completions", chat("run_chat")).await.is(200);
+    let chatting = api.post("/v1/chat/completions", chat("run_chat"));
+    let following = async {
+        until("the second conversation", || async {
+            (listed(&api, "").await == [pair("run_chat", "RUNNING")]).then_some(())
+        })
+        .await;
+        let mut events = api.follow("/v1/runs/run_chat/events", None).await;
+        let requested = events.wait_for("tool.call.requested").await;
+        let follower = Follower::start(&server.address, "→ slow.tool").await;
+        let mut order = api.follow("/v1/runs/run_chat/events", None).await;
+        api.succeed(requested.data["tool_call_id"].as_str().unwrap(), json!("ok")).await;
+        let requested = events.wait_for("tool.call.requested").await;
+        // The third step begins live, after the single step of the earlier conversation.
+        api.succeed(requested.data["tool_call_id"].as_str().unwrap(), json!("ok")).await;
+        let mut shown = Vec::new();
+        while let Some(event) = order.next().await {
+            let name = event.data["type"].as_str().unwrap_or_default().to_owned();
+            if name.starts_with("run.") && name != "run.call" && name != "run.asking" {
+                shown.push(name);
+            }
+        }
+        (shown, follower.finish().await)
+    };
+    let (reply, (shown, (code, stdout, stderr))) = tokio::join!(chatting, following);
+    reply.is(200);
+    assert_eq!(shown[..3], ["run.created", "run.replied", "run.finished"], "{shown:?}");
+    let text = shown.iter().position(|name| name == "run.text");
+    assert!(text < shown.iter().position(|name| name == "run.said"), "{shown:?}");
+    assert_eq!(shown.last().map(String::as_str), Some("run.finished"));
+    assert_eq!((code, stdout.trim()), (0, "First.\nSecond."), "{stderr}");
+    assert!(!stderr.contains("text is missing"), "{stderr}");
+    // Both are stored: a later follower sees them, too.
+    let (code, stdout, stderr) =
+        run_against(&server.address, &["runs", "follow", "run_chat"]).await;
+    assert_eq!((code, stdout.trim()), (0, "First.\nSecond."), "{stderr}");
+}

@@ -45,6 +45,9 @@ struct RunEventStream {
     /// Deltas that were received but belong after a stored event that was not yet sent.
     buffered: VecDeque<RunDelta>,
     order: StreamPosition,
+    /// True until the events that precede a conversation in progress are sent: those of earlier
+    /// conversations under its run id. Its own events are stored when it ends.
+    is_catching_up: bool,
     reading: Option<PendingRead>,
     /// True if the stream of a run id that only groups calls ends when the run is idle.
     ends_when_idle: bool,
@@ -138,9 +141,9 @@ fn open_stream(
     after: u64,
     subscription: RunSubscription,
 ) -> RunEventStream {
-    // The run's first journal entry precedes all deltas, except those of a conversation in
-    // progress, which is stored when it ends.
-    let awaits_first_entry = after == 0 && !subscription.is_of_conversation();
+    // The run's first journal entry precedes all deltas.
+    let awaits_first_entry = after == 0;
+    let is_catching_up = subscription.is_of_conversation();
     let order =
         StreamPosition { step: awaits_first_entry.then_some(0), calls_pending: awaits_first_entry };
     let (page, buffered) = (VecDeque::new(), VecDeque::new());
@@ -154,6 +157,7 @@ fn open_stream(
         live: subscription,
         buffered,
         order,
+        is_catching_up,
         reading: None,
         ends_when_idle: false,
     }
@@ -187,6 +191,10 @@ impl RunEventStream {
                 }
                 return Some(stored_message(&event));
             }
+            if self.is_catching_up {
+                self.read_earlier_events().await.ok()?;
+                continue;
+            }
             let reading = self.reading.get_or_insert_with(|| {
                 let (engine, caller) = (self.engine.clone(), self.caller.clone());
                 let (run_id, after) = (self.run_id.clone(), self.after);
@@ -215,10 +223,27 @@ impl RunEventStream {
         }
     }
 
+    /// Reads the next events that precede a conversation in progress.
+    async fn read_earlier_events(&mut self) -> Result<(), Error> {
+        let streams = self.engine.runs().streams();
+        let (after, limit) = (self.after, RUN_EVENT_PAGE_SIZE);
+        self.page = streams.stored_events(&self.caller, &self.run_id, after, limit).await?.into();
+        self.is_catching_up = !self.page.is_empty();
+        if !self.is_catching_up && self.live.has_conversation_ended() {
+            // Its events may be among those that were sent, with its complete text.
+            self.live = RunSubscription::default();
+            self.buffered.clear();
+        }
+        Ok(())
+    }
+
     /// Takes the next delta that can be sent: in its place, or at the latest before the complete
     /// response.
     fn take_due_delta(&mut self) -> Option<RunDelta> {
         let step = self.buffered.front()?.step();
+        if self.live.is_of_conversation() {
+            return if self.is_catching_up { None } else { self.buffered.pop_front() };
+        }
         let whole_is_next = match self.page.front() {
             Some(RunEvent::Run(entry)) if entry.record.kind == JournalKind::Replied => {
                 entry.record.data["step"].as_u64().is_some_and(|whole| whole >= u64::from(step))
