@@ -32,13 +32,32 @@ pub struct Boxes {
     counts: Mutex<HashMap<String, BoxCount>>,
 }
 
-/// The number of a project's boxes. It is never too low: boxes that were deleted since the last
-/// count are in it.
+/// The number of a project's boxes. It is never too low: boxes that were deleted, or could not be
+/// stored, since the last count are in it.
 #[derive(Debug, Clone, Copy, Default)]
 struct BoxCount {
     total: usize,
     /// Boxes among them that are being stored.
     in_flight: usize,
+    /// Boxes that were reserved since the start.
+    reserved: usize,
+}
+
+impl BoxCount {
+    /// Counts one more box, unless there are as many as there may be.
+    fn reserve(&mut self, max: usize) -> bool {
+        let fits = self.total < max;
+        self.total += usize::from(fits);
+        self.in_flight += usize::from(fits);
+        self.reserved += usize::from(fits);
+        fits
+    }
+
+    /// Sets the total to the number of stored boxes. That number may lack the boxes that were being
+    /// stored when the count began (`before`), and those that were reserved since.
+    fn recount(&mut self, stored: usize, before: Self) {
+        self.total = stored + before.in_flight + (self.reserved - before.reserved);
+    }
 }
 
 /// A box that counts already and is being stored.
@@ -115,20 +134,15 @@ impl Boxes {
     /// Counts a new box of a project. Refuses it if the project has as many as it may have.
     async fn reserve_box<'a>(&'a self, project: &'a str) -> Result<BoxReservation<'a>, Error> {
         let max = self.core.limits.max_boxes_per_project;
-        let reserve = |count: &mut BoxCount| {
-            let fits = count.total < max;
-            count.total += usize::from(fits);
-            count.in_flight += usize::from(fits);
-            fits
-        };
-        let is_reserved = self.counts.lock().get_mut(project).is_some_and(reserve);
+        let known = self.counts.lock().get_mut(project).map(|count| (count.reserve(max), *count));
+        let (is_reserved, before) = known.unwrap_or_default();
         if !is_reserved {
             let stored = self.core.store.agents().count_boxes(project).await;
             let stored = stored.map_err(from_store_error)?;
             let mut counts = self.counts.lock();
             let count = counts.entry(project.to_owned()).or_default();
-            count.total = stored + count.in_flight;
-            if !reserve(count) {
+            count.recount(stored, before);
+            if !count.reserve(max) {
                 let message = format!(
                     "the project has {max} boxes, the maximum (limits.max_boxes_per_project); use \
                      an existing box, or wait until the retention has deleted old ones"
@@ -240,4 +254,25 @@ pub(crate) fn box_not_found(box_id: &str) -> Error {
 fn invalid(field: &str, message: String) -> Error {
     let fault = Fault::new(Code::ValidationError, message).without_side_effect();
     fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::BoxCount;
+
+    #[test]
+    fn a_count_is_never_too_low() {
+        let mut count = BoxCount { total: 5, ..BoxCount::default() };
+        assert!(count.reserve(6) && !count.reserve(6));
+        // One box is being stored when the count begins. It is stored, and then another one, after
+        // the store has read a number without them.
+        let before = count;
+        count.in_flight -= 1;
+        count.recount(3, before);
+        assert_eq!(count.total, 4);
+        assert!(count.reserve(6));
+        count.in_flight -= 1;
+        count.recount(3, before);
+        assert_eq!(count.total, 5);
+    }
 }
