@@ -600,7 +600,7 @@ impl Registry {
         self.credentials.raise_time_floor(directory.latest_time_ms);
         let limits = &self.core.policies.limits;
         let next = Arc::new(self.catalog().rebuild(directory, compiled, limits));
-        self.directory_changed_ms.store(self.core.clock.now_ms(), Ordering::Release);
+        self.directory_changed_ms.store(self.core.clock.wall_ms(), Ordering::Release);
         self.catalog.replace(next);
         self.listeners().iter().for_each(|listener| listener.directory_changed());
         self.core.bus.wake(&Topic::Directory);
