@@ -208,9 +208,11 @@ impl RunProgress {
         })
     }
 
-    /// Returns true if no call of the run can have taken effect.
+    /// Returns true if no call of the run can have taken effect. A reply with calls that is not
+    /// worked off counts: its calls may have been made.
     pub fn is_harmless(&self) -> bool {
-        self.harmless_calls >= self.calls && self.pending_calls.is_empty()
+        let has_calls = self.pending_reply.as_ref().is_some_and(|reply| !reply.calls.is_empty());
+        self.harmless_calls >= self.calls && self.pending_calls.is_empty() && !has_calls
     }
 
     /// Returns the innermost failure in a text that [`Self::describe_total_failure`] wrote,
@@ -349,5 +351,26 @@ impl FinalAnswer {
             let separator = if self.text.is_empty() { "" } else { "\n\n" };
             self.text.push_str(&format!("{separator}[{note}]"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::model_reply::ToolCallRequest;
+
+    #[test]
+    fn a_run_with_a_reply_in_flight_is_not_harmless() {
+        let mut progress = RunProgress::default();
+        assert!(progress.is_harmless());
+        progress.pending_reply = Some(ModelReply::default());
+        assert!(progress.is_harmless(), "a reply without calls changes nothing");
+        let reply = ModelReply { calls: vec![ToolCallRequest::default()], ..ModelReply::default() };
+        progress.pending_reply = Some(reply);
+        assert!(!progress.is_harmless(), "its call may have been made");
+        (progress.pending_reply, progress.calls) = (None, 1);
+        assert!(!progress.is_harmless());
+        progress.harmless_calls = 1;
+        assert!(progress.is_harmless());
     }
 }
