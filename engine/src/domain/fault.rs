@@ -449,6 +449,14 @@ pub enum Error {
     Internal(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
+impl Code {
+    /// Returns true if a request that was refused with this code may still be executed: it is
+    /// unknown how far it came.
+    pub fn leaves_outcome_open(self) -> bool {
+        matches!(self, Self::OutcomeUnknown | Self::Internal)
+    }
+}
+
 impl Error {
     /// Creates a refusal.
     pub fn refused(code: Code, message: impl Into<String>) -> Self {

@@ -220,9 +220,9 @@ impl Delegation {
             let run = self.utp.find_calling_run(call).await.map_err(into_fault)?;
             task.receiving_run_id = run.map(|run| run.id);
         }
-        // No call was made.
+        // No call was made, as far as that is known.
         let refuse = |error: Error| match into_fault(error) {
-            fault if fault.code == Code::Internal => fault,
+            fault if fault.code.leaves_outcome_open() => fault,
             fault => fault.without_side_effect(),
         };
         let ticket = self.invoke_agent(call, &task).await.map_err(refuse)?;

@@ -314,8 +314,8 @@ fn record_call(
     progress.failed_calls += u32::from(result.ok() == Some(false));
     let is_harmless = match result.call() {
         Some(call) => call.outcome.is_some() && is_harmless(call),
-        // The call was refused.
-        None => true,
+        // The call was refused, or it is unknown if it was accepted.
+        None => result.error().is_none_or(|fault| !fault.code.leaves_outcome_open()),
     };
     progress.harmless_calls += u32::from(is_harmless);
     let content_hash = match &result.state {

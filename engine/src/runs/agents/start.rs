@@ -24,7 +24,8 @@ fn into_fault(error: Error) -> Fault {
     match error {
         // A refusal started nothing. A store or an engine that is not available may have begun.
         Error::Refused { fault, .. } => match fault.code {
-            Code::Overloaded | Code::UpstreamUnavailable | Code::Internal => fault.retryable(false),
+            Code::Overloaded | Code::UpstreamUnavailable => fault.retryable(false),
+            code if code.leaves_outcome_open() => fault.retryable(false),
             _ => fault.without_side_effect().retryable(false),
         },
         Error::Internal(source) => {
@@ -187,5 +188,26 @@ impl Runs {
             depth: lineage.depth,
             ..RunOptions::default()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::fault::SideEffect;
+
+    #[test]
+    fn a_start_with_an_unknown_outcome_may_have_an_effect() {
+        for (code, expected) in [
+            (Code::OutcomeUnknown, SideEffect::Possible),
+            (Code::Internal, SideEffect::Possible),
+            (Code::ValidationError, SideEffect::None),
+            (Code::PermissionDenied, SideEffect::None),
+        ] {
+            let fault = into_fault(Error::refused(code, "x"));
+            assert_eq!((fault.side_effect, fault.retryable), (expected, false), "{code:?}");
+        }
+        let internal = into_fault(Error::Internal("x".into()));
+        assert_eq!(internal.side_effect, SideEffect::Possible);
     }
 }

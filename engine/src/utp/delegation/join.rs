@@ -53,7 +53,10 @@ pub(super) fn began_ms(call: &Call) -> u64 {
 enum TaskState {
     Waiting(Ticket),
     Ended(Arc<Call>),
+    /// No call was made.
     Refused(Fault),
+    /// A call was made, and its outcome could not be read.
+    Unknown(Ticket, Fault),
 }
 
 /// The reason why a join ended.
@@ -178,7 +181,7 @@ impl Delegation {
         let caller = call.caller();
         let waiting = states.iter().enumerate().filter_map(|(index, state)| match state {
             TaskState::Waiting(ticket) => Some((index, ticket.clone())),
-            TaskState::Ended(_) | TaskState::Refused(_) => None,
+            TaskState::Ended(_) | TaskState::Refused(_) | TaskState::Unknown(..) => None,
         });
         let waiting: Vec<(usize, Ticket)> = waiting.collect();
         let caller = &caller;
@@ -205,7 +208,7 @@ impl Delegation {
                     Err(Error::Refused { fault, .. }) if fault.code == Code::Overloaded => {
                         return None;
                     }
-                    Err(error) => states[index] = TaskState::Refused(into_fault(error)),
+                    Err(error) => states[index].lose(into_fault(error)),
                 },
                 () = &mut deadline => return Some(JoinEnd::Deadline),
                 () = canceled.cancelled() => return None,
@@ -218,7 +221,7 @@ impl Delegation {
     async fn cancel_tasks(&self, call: &Call, states: &[TaskState], reason: &str) {
         let caller = call.caller();
         let open = states.iter().filter_map(|state| match state {
-            TaskState::Waiting(ticket) => Some(&ticket.call.id),
+            TaskState::Waiting(ticket) | TaskState::Unknown(ticket, _) => Some(&ticket.call.id),
             TaskState::Ended(_) | TaskState::Refused(_) => None,
         });
         let canceling = open.map(|id| self.calls.cancel(&caller, id, Some(reason.to_owned())));
@@ -298,9 +301,17 @@ impl TaskState {
     /// Returns true if the task certainly had no effect.
     fn is_harmless(&self) -> bool {
         match self {
-            Self::Waiting(_) => false,
+            Self::Waiting(_) | Self::Unknown(..) => false,
             Self::Ended(_) => self.fault().is_some_and(|f| f.side_effect == SideEffect::None),
-            Self::Refused(fault) => fault.code != Code::Internal,
+            Self::Refused(fault) => !fault.code.leaves_outcome_open(),
+        }
+    }
+
+    /// Gives up waiting for a task whose outcome cannot be read.
+    fn lose(&mut self, fault: Fault) {
+        if let Self::Waiting(ticket) = self {
+            let fault = Fault { side_effect: SideEffect::Possible, ..fault };
+            *self = Self::Unknown(ticket.clone(), fault);
         }
     }
 
@@ -308,7 +319,7 @@ impl TaskState {
         match self {
             Self::Waiting(_) => None,
             Self::Ended(call) => call.outcome.as_ref()?.error.as_ref(),
-            Self::Refused(fault) => Some(fault),
+            Self::Refused(fault) | Self::Unknown(_, fault) => Some(fault),
         }
     }
 }
@@ -348,12 +359,12 @@ fn describe_task(task: &DelegatedTask, state: &TaskState, end: JoinEnd, budget: 
         (TaskState::Waiting(_), JoinEnd::Deadline) => ToolStatus::Timeout,
         (TaskState::Waiting(_), _) => ToolStatus::Canceled,
         (TaskState::Ended(call), _) => ToolStatus::from_call(call).unwrap_or(ToolStatus::Failed),
-        (TaskState::Refused(_), _) => ToolStatus::Failed,
+        (TaskState::Refused(_) | TaskState::Unknown(..), _) => ToolStatus::Failed,
     };
     item.insert("status".into(), status.as_str().into());
     item.insert("agent_id".into(), task.agent_id.as_str().into());
     let call = match state {
-        TaskState::Waiting(ticket) => Some(&ticket.call),
+        TaskState::Waiting(ticket) | TaskState::Unknown(ticket, _) => Some(&ticket.call),
         TaskState::Ended(call) => Some(call),
         TaskState::Refused(_) => None,
     };
@@ -398,4 +409,19 @@ fn describe_failures(join: &Join, states: &[TaskState], end: JoinEnd) -> String 
         JoinEnd::Complete | JoinEnd::Deadline => "",
     };
     format!("{count} of {total} tasks failed: {}{rest}", failed.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_task_is_harmless_if_its_outcome_is_known() {
+        for (code, expected) in
+            [(Code::PermissionDenied, true), (Code::OutcomeUnknown, false), (Code::Internal, false)]
+        {
+            let state = TaskState::Refused(Fault::new(code, "x"));
+            assert_eq!(state.is_harmless(), expected, "{code:?}");
+        }
+    }
 }
