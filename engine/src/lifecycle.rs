@@ -47,6 +47,12 @@ use crate::domain::tool::{Effect, Executor};
 /// Last part of the message of a fault after which an irreversible tool may have had its effect.
 pub(crate) const MAY_HAVE_HAPPENED: &str = "it may have taken effect, so a retry is not safe";
 
+/// Lead-ins of [`MAY_HAVE_HAPPENED`]: how far the attempt had come.
+const IN_FLIGHT: &str = "it was in flight";
+const HAD_BEGUN: &str = "it had begun when it requested input";
+const NOT_RETRIED: &str = ", and it was not retried:";
+const IF_TAKEN: &str = " If one got it,";
+
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
@@ -461,6 +467,8 @@ fn retry_or_fail(
     end_status: Status,
 ) -> Transition {
     let harmless = fault.side_effect == SideEffect::None;
+    let is_read = next.target.effect == Effect::Read;
+    let has_not_acted = (harmless || is_read) && !next.may_have_acted_before();
     let may_repeat = harmless || next.target.effect != Effect::Irreversible;
     let backoff_ms = next.backoff.wait_ms(next.target_attempts, next.id.as_str());
     // Do not retry before the delay that the executor requested.
@@ -480,11 +488,10 @@ fn retry_or_fail(
                 .with("tool", next.target.tool.as_str())
                 .with("next_attempt_at_ms", at_ms),
         );
-        schedule_next_attempt(&mut next, fault, at_ms);
+        schedule_next_attempt(&mut next, fault, has_not_acted, at_ms);
         return into_transition(next, records, vec![Action::Enqueue]);
     }
-    let may_replace = harmless || next.target.effect == Effect::Read;
-    if may_replace && !next.fallbacks.is_empty() && now_ms < next.deadline_ms {
+    if has_not_acted && !next.fallbacks.is_empty() && now_ms < next.deadline_ms {
         let fallback = next.fallbacks.remove(0);
         records.push(
             failed(EventKind::Fallback, &next)
@@ -494,7 +501,9 @@ fn retry_or_fail(
         );
         next.target = fallback;
         next.target_attempts = 0;
-        schedule_next_attempt(&mut next, fault, now_ms);
+        // The answers are for the tool that asked.
+        next.elicitation = None;
+        schedule_next_attempt(&mut next, fault, has_not_acted, now_ms);
         return into_transition(next, records, vec![Action::Enqueue]);
     }
     let final_fault = warn_of_side_effect(&next, fault.clone());
@@ -509,7 +518,10 @@ fn retry_or_fail(
 
 /// Returns the final fault of a call. If an irreversible tool may have had its effect, the fault
 /// says so, and it is not retryable: the same request could have the effect twice.
-fn warn_of_side_effect(call: &Call, fault: Fault) -> Fault {
+fn warn_of_side_effect(call: &Call, mut fault: Fault) -> Fault {
+    if call.may_have_acted_before() {
+        fault.side_effect = SideEffect::Possible;
+    }
     let is_harmless = fault.side_effect == SideEffect::None;
     if is_harmless || call.target.effect != Effect::Irreversible {
         return fault;
@@ -529,13 +541,22 @@ fn warn_of_side_effect(call: &Call, fault: Fault) -> Fault {
 pub(crate) fn split_warning(message: &str) -> (&str, bool) {
     let mut rest = message;
     while let Some(before) = rest.strip_suffix(MAY_HAVE_HAPPENED) {
-        rest = before.trim_end().trim_end_matches(';').trim_end();
+        rest = before.trim_end();
+        // The lead-in belongs to the warning.
+        if let Some(state) = rest.strip_suffix(':') {
+            let lead = [IN_FLIGHT, HAD_BEGUN].iter().find_map(|lead| state.strip_suffix(lead));
+            rest = lead.unwrap_or(rest).trim_end();
+        }
+        for lead in [NOT_RETRIED, IF_TAKEN, ";"] {
+            rest = rest.strip_suffix(lead).unwrap_or(rest).trim_end();
+        }
     }
     (rest, rest.len() < message.len())
 }
 
-fn schedule_next_attempt(next: &mut Call, fault: &Fault, at_ms: u64) {
-    next.failed_attempt = Some(Box::new(FailedAttempt::new(next.attempt, fault)));
+fn schedule_next_attempt(next: &mut Call, fault: &Fault, is_harmless: bool, at_ms: u64) {
+    let failed = FailedAttempt { is_harmless, ..FailedAttempt::new(next.attempt, fault) };
+    next.failed_attempt = Some(Box::new(failed));
     next.status = Status::Pending;
     next.hold = Some(Hold::Retry { at_ms });
     next.acknowledged_by = None;
@@ -703,7 +724,7 @@ fn recover_from_owner_loss(call: &Call, node: &str, now_ms: u64) -> Result<Trans
     let retryable = may_repeat && next.lost_attempts < MAX_LOST_ATTEMPTS;
     let (tool, attempt) = (&call.target.tool, call.attempt);
     let then = match (may_repeat, retryable) {
-        (false, _) => format!(", and it was not retried: {MAY_HAVE_HAPPENED}"),
+        (false, _) => format!("{NOT_RETRIED} {MAY_HAVE_HAPPENED}"),
         (true, true) => format!(" in attempt {attempt}: it may have taken effect"),
         (true, false) => format!(
             " in attempt {attempt}, as in {} attempts before: it may have taken effect, and is not \

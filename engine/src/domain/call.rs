@@ -13,7 +13,7 @@ use elicitation::Elicitation;
 use serde::{Deserialize, Serialize};
 
 use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, RoleSet};
-use crate::domain::fault::Fault;
+use crate::domain::fault::{Fault, SideEffect};
 use crate::domain::id::CallId;
 use crate::domain::json::Json;
 use crate::domain::retry::Backoff;
@@ -269,13 +269,16 @@ pub struct FailedAttempt {
     pub code: String,
     /// Message of the fault.
     pub message: String,
+    /// True if neither this attempt nor one before it can have had an effect.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_harmless: bool,
 }
 
 impl FailedAttempt {
-    /// Creates the record of an attempt that failed with this fault.
+    /// Creates the record of the first attempt that failed, with this fault.
     pub fn new(attempt: u32, fault: &Fault) -> Self {
         let (code, message) = (fault.code.as_str().to_owned(), fault.message.clone());
-        Self { attempt, code, message }
+        Self { attempt, code, message, is_harmless: fault.side_effect == SideEffect::None }
     }
 
     /// Returns true if a report on this attempt has the same fault.
@@ -327,10 +330,28 @@ impl Call {
     }
 
     /// Returns true if the tool stopped in its work to request input and has not continued yet: the
-    /// call waits for the answers, or has them and waits for a slot.
+    /// call waits for the answers, or has them and waits for its next attempt.
     pub fn is_interrupted(&self) -> bool {
+        self.hold.is_some_and(|hold| hold != Hold::Unacknowledged) && self.has_asked()
+    }
+
+    /// Returns true if the tool began its work and stopped in it to request input, now or before
+    /// the present attempt.
+    pub fn has_asked(&self) -> bool {
         let has_answers = || self.elicitation.as_ref().is_some_and(|e| !e.answers.is_empty());
-        self.waits_for_input() || (self.hold == Some(Hold::Queue) && has_answers())
+        self.waits_for_input() || has_answers()
+    }
+
+    /// Returns true if the call may have had an effect before the present attempt.
+    pub fn may_have_acted_before(&self) -> bool {
+        let earlier = self.failed_attempt.as_ref().is_some_and(|failed| !failed.is_harmless);
+        earlier || (self.target.effect != Effect::Read && self.has_asked())
+    }
+
+    /// Returns true if the call may have had an effect: in the present attempt or before it.
+    pub fn may_have_acted(&self) -> bool {
+        let begun = self.target.effect != Effect::Read && self.may_have_begun();
+        begun || self.may_have_acted_before()
     }
 
     /// Returns true if the attempt continues when the process that started it is gone.

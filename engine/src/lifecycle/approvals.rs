@@ -2,6 +2,7 @@
 
 use serde_json::json;
 
+use super::stops::add_effect;
 use super::{
     Action, Event, Refusal, Transition, end_call, end_record, ignored_record, into_transition,
 };
@@ -204,7 +205,8 @@ fn rejection_fault(call: &Call, approval_id: &str, decision: &ApprovalDecision) 
         "rejected_by": decision.by,
         "reason": decision.reason,
     });
-    Fault::new(Code::PermissionDenied, message).without_side_effect().with_detail(detail)
+    let fault = Fault::new(Code::PermissionDenied, message).without_side_effect();
+    add_effect(call, &fault.with_detail(detail))
 }
 
 /// Queues a call that the rules no longer hold.
@@ -268,7 +270,7 @@ pub(super) fn expire_approval(call: &Call, now_ms: u64) -> Transition {
     let message = format!("approval expired: no person decided about this call of {tool} in time");
     let fault = Fault::new(Code::PermissionDenied, message).without_side_effect();
     let detail = json!({ "approval_id": call.pending_approval() });
-    let fault = fault.with_detail(detail);
+    let fault = add_effect(call, &fault.with_detail(detail));
     let code = fault.code.as_str();
     let end = end_call(call.clone(), Status::Failed, (false, None, Some(fault)), now_ms);
     let record = end_record(&end, EventKind::Failed, now_ms).with("code", code);

@@ -2,13 +2,16 @@
 //! rules, by a kill switch. Pure.
 
 use super::{
-    Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, ignored_record,
-    into_transition, stop_actions,
+    Action, HAD_BEGUN, IN_FLIGHT, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record,
+    ignored_record, into_transition, stop_actions,
 };
 use crate::domain::call::{Call, Status};
 use crate::domain::event::EventKind;
 use crate::domain::fault::{Code, Fault, SideEffect};
 use crate::domain::tool::Effect;
+
+/// Warning of a call whose present attempt has not begun.
+const ACTED_EARLIER: &str = "an earlier attempt may have taken effect";
 
 /// Ends a call that Toolcrib itself stops. The status is FAILED and not CANCELED, which is
 /// for calls that their callers cancel: the first version of the API knows only SUCCEEDED, FAILED
@@ -52,17 +55,18 @@ pub(super) fn cancel(
     Ok(into_transition(end, vec![record], actions))
 }
 
-/// Returns the part of a message that says that an unfinished attempt may have taken effect; empty
-/// if it cannot have.
+/// Returns the part of a message that says that an attempt may have taken effect; empty if none
+/// can have.
 pub(super) fn effect_warning(call: &Call) -> String {
-    if !call.may_have_begun() || call.target.effect == Effect::Read {
-        return String::new();
-    }
-    let state = match call.is_interrupted() {
-        true => "it had begun when it requested input",
-        false => "it was in flight",
+    let effect = call.target.effect;
+    let state = match call.has_attempt_in_flight() && call.may_have_begun() {
+        _ if effect == Effect::Read => return String::new(),
+        true => IN_FLIGHT,
+        false if call.has_asked() => HAD_BEGUN,
+        false if call.may_have_acted() => return format!("; {ACTED_EARLIER}"),
+        false => return String::new(),
     };
-    match call.target.effect {
+    match effect {
         Effect::Irreversible => format!("; {state}: {MAY_HAVE_HAPPENED}"),
         _ => format!("; {state} and may have taken effect"),
     }
@@ -79,13 +83,14 @@ pub(super) fn deny(call: &Call, fault: &Fault, now_ms: u64) -> Result<Transition
 
 /// Adds to the reason of a stop that the call may have taken effect, if it may have. The outcome of
 /// an irreversible attempt that may have begun is unknown.
-fn add_effect(call: &Call, fault: &Fault) -> Fault {
+pub(super) fn add_effect(call: &Call, fault: &Fault) -> Fault {
     let mut fault = fault.clone();
     if call.attempt > 0 {
         // An earlier attempt, or one that was delivered and not acknowledged, may have had effects.
         fault.side_effect = SideEffect::Possible;
     }
-    if call.may_have_begun() && call.target.effect == Effect::Irreversible {
+    let has_begun = call.may_have_begun() || call.has_asked();
+    if has_begun && call.target.effect == Effect::Irreversible {
         fault.code = Code::OutcomeUnknown;
     }
     fault.message.push_str(&effect_warning(call));

@@ -3,8 +3,8 @@
 use super::approvals::expire_approval;
 use super::stops::effect_warning;
 use super::{
-    Action, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record, into_transition,
-    retry_or_fail, stop_actions,
+    Action, IF_TAKEN, MAY_HAVE_HAPPENED, Refusal, Transition, end_call, end_record,
+    into_transition, retry_or_fail, stop_actions,
 };
 use crate::domain::call::{Call, Hold, Status};
 use crate::domain::event::EventKind;
@@ -157,10 +157,10 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
             "{} did not answer within {allowed_ms} ms; it only reads, so calling again is safe",
             call.target.tool
         ),
-        (Status::Running, _, effect) => format!(
-            "{} did not answer within {allowed_ms} ms; it was in flight and may have taken effect{}",
+        (Status::Running, ..) => format!(
+            "{} did not answer within {allowed_ms} ms{}",
             call.target.tool,
-            if effect == Effect::Irreversible { ": a retry is not safe" } else { "" }
+            effect_warning(call)
         ),
         (_, Some(Hold::Unacknowledged), effect) => {
             let question = call.target.executor.availability_question();
@@ -175,8 +175,11 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
                 ),
                 false => format!("no executor took {tool} within {allowed_ms} ms"),
             };
-            let may =
-                if unsure { format!(" If one got it, {MAY_HAVE_HAPPENED}") } else { String::new() };
+            let may = match unsure {
+                true => format!("{IF_TAKEN} {MAY_HAVE_HAPPENED}"),
+                // A client that has not begun to continue may have begun before it asked.
+                false => effect_warning(call),
+            };
             format!("{observed}: {question}?{may}")
         }
         (_, Some(Hold::Input { .. }), _) => format!(
@@ -187,8 +190,9 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
         ),
         (_, Some(Hold::Retry { .. }), _) => {
             format!(
-                "{} failed and its {allowed_ms} ms ended before the next attempt",
-                call.target.tool
+                "{} failed and its {allowed_ms} ms ended before the next attempt{}",
+                call.target.tool,
+                effect_warning(call)
             )
         }
         (_, Some(Hold::Predecessor { .. }), _) => {
@@ -201,13 +205,12 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
         ),
     };
     let mut fault = Fault::new(Code::Timeout, message);
-    let is_unsure = call.may_have_begun() && call.target.effect == Effect::Irreversible;
-    if call.is_interrupted() && call.target.effect == Effect::Idempotent {
-        fault = fault.retryable(true);
-    } else if call.status != Status::Running && !is_unsure {
-        fault = fault.without_side_effect().retryable(true);
-    } else if call.target.effect == Effect::Read {
-        fault = fault.retryable(true);
+    match (call.status, call.target.effect) {
+        (Status::Pending, _) if !call.may_have_acted() => {
+            fault = fault.without_side_effect().retryable(true);
+        }
+        (_, Effect::Read) | (Status::Pending, Effect::Idempotent) => fault = fault.retryable(true),
+        _ => {}
     }
     let mut actions = stop_actions(call);
     actions.push(Action::NotifyEnded);

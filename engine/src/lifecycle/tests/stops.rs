@@ -81,6 +81,123 @@ fn a_call_that_waits_for_input_says_that_it_may_have_happened() {
     }
 }
 
+/// Returns calls whose tool requested input, with the answers: each waits for something else.
+fn answered_calls(executor: Executor, effect: Effect) -> Vec<Call> {
+    let mut waiting = call_in(executor, State::Input);
+    waiting.target.effect = effect;
+    let queued = step(&waiting, &answers(&["name", "city"]), NOW).unwrap().call;
+    let held = step(&queued, &approvals::required("apr_1"), NOW).unwrap().call;
+    let replace = approvals::decided("apr_1", ApprovalVerdict::Replace { deadline_ms: DEADLINE });
+    let replaced = step(&held, &replace, NOW).unwrap().call;
+    let continued = step(&queued, &claim_by("n1"), NOW).unwrap().call;
+    let harmless = failure_report(Some(continued.attempt), Fault::unreachable("refused"));
+    let retried = step(&continued, &harmless, NOW).unwrap().call;
+    assert!(matches!(retried.hold, Some(Hold::Retry { .. })), "{:?}", retried.hold);
+    vec![queued, held, replaced, retried]
+}
+
+#[test]
+fn an_answered_call_says_that_it_may_have_happened_whatever_it_waits_for() {
+    let end = |call: &Call, event: &Event, at_ms: u64| {
+        step(call, event, at_ms).unwrap().call.outcome.unwrap().error.unwrap()
+    };
+    for executor in [Executor::BUILTIN, Executor::CLIENT] {
+        for call in answered_calls(executor, Effect::Irreversible) {
+            assert!(call.is_interrupted(), "{:?}", call.hold);
+            let revoked = event_of(Case::PermissionRevoked).0;
+            let mut faults = vec![
+                end(&call, &event_of(Case::Cancel).0, NOW),
+                end(&call, &revoked, NOW),
+                end(&call, &switched_off(), NOW),
+            ];
+            if !matches!(call.hold, Some(Hold::Predecessor { .. })) {
+                faults.push(end(&call, &Event::Deadline, call.deadline_ms));
+            }
+            if call.waits_for_approval() {
+                let rejected = approvals::decided("apr_1", ApprovalVerdict::Reject);
+                faults.push(end(&call, &rejected, NOW));
+                let both = &faults[faults.len() - 2..];
+                assert!(both.iter().all(|fault| fault.code == Code::OutcomeUnknown), "{both:?}");
+            }
+            for fault in faults {
+                assert_eq!((fault.side_effect, fault.retryable), (SideEffect::Possible, false));
+                assert!(fault.message.ends_with(MAY_HAVE_HAPPENED), "{fault}");
+                assert!(fault.message.contains(HAD_BEGUN), "{fault}");
+            }
+        }
+        for call in answered_calls(executor, Effect::Idempotent) {
+            let fault = end(&call, &Event::Deadline, call.deadline_ms);
+            assert_eq!(fault.side_effect, SideEffect::Possible, "{:?} {fault}", call.hold);
+        }
+    }
+    let rejected = approvals::decided("apr_1", ApprovalVerdict::Reject);
+    let new = approvals::waiting_call(queued_call(Executor::BUILTIN, Effect::Irreversible));
+    let fault = end(&new, &rejected, NOW);
+    assert_eq!((fault.code, fault.side_effect), (Code::PermissionDenied, SideEffect::None));
+}
+
+#[test]
+fn no_tool_receives_the_answers_that_another_one_requested() {
+    let fallback = Target { tool: "other".into(), ..running_call(Effect::Read).target };
+    for (effect, replaced) in [(Effect::Read, true), (Effect::Irreversible, false)] {
+        let mut call = answered_calls(Executor::BUILTIN, effect).remove(0);
+        (call.max_retries, call.fallbacks) = (0, vec![fallback.clone()]);
+        let call = step(&call, &claim_by("n1"), NOW).unwrap().call;
+        let failed = failure_report(Some(call.attempt), Fault::unreachable("refused"));
+        let next = step(&call, &failed, NOW).unwrap().call;
+        assert_eq!(next.target.tool == "other", replaced, "{effect:?}");
+        if replaced {
+            assert_eq!(next.elicitation, None);
+            continue;
+        }
+        // The tool had begun before it asked, so nothing replaces it.
+        let fault = next.outcome.as_ref().unwrap().error.clone().unwrap();
+        assert_eq!((fault.side_effect, fault.retryable), (SideEffect::Possible, false), "{fault}");
+        assert_eq!(step(&next, &failed, NOW), Err(Refusal::Duplicate));
+    }
+}
+
+#[test]
+fn a_message_inside_another_one_loses_its_whole_warning() {
+    let fault_of = |call: &Call, event: &Event, at_ms: u64| {
+        step(call, event, at_ms).unwrap().call.outcome.unwrap().error.unwrap().message
+    };
+    let cancel = event_of(Case::Cancel).0;
+    let running = call_in(Executor::BUILTIN, State::Running);
+    let waiting = call_in(Executor::BUILTIN, State::Input);
+    let sent = call_in(Executor::UTP, State::Unacknowledged);
+    let lost = event_of(Case::OwnerLost).0;
+    let (due, attempt) = (event_of(Case::DeadlineDue), event_of(Case::AttemptDeadlineDue));
+    let reported = event_of(Case::ReportedFailure).0;
+    let question = sent.target.executor.availability_question();
+    let no_service = format!(
+        "t did not answer within {} ms, and no tool service announced that it took the call: \
+         {question}?",
+        DEADLINE - CREATED
+    );
+    let messages = [
+        (fault_of(&running, &cancel, NOW), "canceled by a"),
+        (fault_of(&waiting, &cancel, NOW), "canceled by a"),
+        (fault_of(&running, &lost, NOW), "the server stopped while t was in flight"),
+        (fault_of(&running, &due.0, due.1), "t did not answer within 30000 ms"),
+        (fault_of(&running, &attempt.0, attempt.1), "t did not answer attempt 2 within 9000 ms"),
+        (fault_of(&running, &reported, NOW), "broken"),
+        (
+            fault_of(&waiting, &due.0, due.1),
+            "t requested input and got no answer within 3600000 ms; it does not continue",
+        ),
+        (fault_of(&sent, &due.0, due.1), no_service.as_str()),
+        (fault_of(&running, &switched_off(), NOW), "tool \"t\" is switched off: wrong receivers"),
+    ];
+    for (message, rest) in &messages {
+        assert!(message.ends_with(MAY_HAVE_HAPPENED), "{message}");
+        assert_eq!(split_warning(message), (*rest, true), "{message}");
+    }
+    assert_eq!(split_warning("broken"), ("broken", false));
+    let twice = format!("x; {MAY_HAVE_HAPPENED}; {MAY_HAVE_HAPPENED}");
+    assert_eq!(split_warning(&twice), ("x", true));
+}
+
 #[test]
 fn a_call_executes_nothing_before_its_predecessor_ends() {
     let waiting = call_in(Executor::BUILTIN, State::Predecessor);

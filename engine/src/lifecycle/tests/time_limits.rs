@@ -151,6 +151,48 @@ fn a_call_waits_as_long_as_its_predecessor_waits_for_input() {
 }
 
 #[test]
+fn a_call_between_attempts_tells_if_an_earlier_one_may_have_happened() {
+    use Effect::{Idempotent, Read};
+    let (unsure, harmless) = (Fault::runtime("no paper"), Fault::unreachable("refused"));
+    for (effect, faults, is_possible) in [
+        (Idempotent, vec![unsure.clone()], true),
+        // The later failure changes nothing about the earlier attempt.
+        (Idempotent, vec![unsure.clone(), harmless.clone()], true),
+        (Idempotent, vec![harmless.clone(), harmless.clone()], false),
+        (Read, vec![unsure.clone()], false),
+    ] {
+        let mut call = queued_call(Executor::BUILTIN, effect);
+        let mut now = NOW;
+        for fault in &faults {
+            call = step(&call, &claim_by("n1"), now).unwrap().call;
+            let report = failure_report(Some(call.attempt), fault.clone());
+            call = step(&call, &report, now).unwrap().call;
+            let Some(Hold::Retry { at_ms }) = call.hold else { panic!("{:?}", call.hold) };
+            now = at_ms;
+        }
+        let expected = if is_possible { SideEffect::Possible } else { SideEffect::None };
+        let ended = step(&call, &Event::Deadline, DEADLINE).unwrap().call;
+        let fault = ended.outcome.unwrap().error.unwrap();
+        assert_eq!((fault.code, fault.side_effect), (Code::Timeout, expected), "{fault}");
+        assert!(fault.retryable, "{fault}");
+        let warns = fault.message.ends_with("an earlier attempt may have taken effect");
+        assert_eq!(warns, is_possible, "{fault}");
+        // A last attempt that certainly did nothing.
+        let last = step(&call, &claim_by("n1"), now).unwrap().call;
+        let last = Call { max_retries: 0, ..last };
+        let report = failure_report(Some(last.attempt), harmless.clone());
+        let fault = step(&last, &report, now).unwrap().call.outcome.unwrap().error.unwrap();
+        assert_eq!(fault.side_effect, expected, "{effect:?} {fault}");
+    }
+    // A tool service may have received an attempt that it did not announce.
+    let mut sent = call_in(Executor::UTP, State::Unacknowledged);
+    sent.target.effect = Idempotent;
+    let fault = step(&sent, &Event::Deadline, DEADLINE).unwrap().call.outcome.unwrap().error;
+    let fault = fault.unwrap();
+    assert_eq!((fault.side_effect, fault.retryable), (SideEffect::Possible, true), "{fault}");
+}
+
+#[test]
 fn the_failure_of_an_irreversible_tool_says_that_a_retry_is_not_safe() {
     use Effect::{Idempotent, Irreversible, Read};
     for (effect, fault, is_safe) in [
