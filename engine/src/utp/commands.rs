@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::inbox::derive_inbox_id;
 use super::turns::dispatch::{failed_card_id, step_call_key};
+use super::turns::started::{CommandedCall, is_final};
 use crate::calls::request::CallRequest;
 use crate::domain::access_rules::pattern_matches;
 use crate::domain::call::Call;
@@ -121,13 +122,17 @@ impl Utp {
                 return self.reject(caller, turn, &command, route, fault).await;
             }
         };
-        if let Some(fault) = self.find_roster_fault(caller, &command) {
+        let request = command.to_request(&route, turn.as_ref(), args);
+        let agent = Caller { agent: command.agent_id.clone(), ..caller.clone() };
+        // A call that an earlier delivery started is not refused: it may be executing.
+        if let Some(fault) = self.find_roster_fault(caller, &command)
+            && self.find_started(&agent, &request).await?.is_none()
+        {
             return self.reject(caller, turn, &command, route, fault).await;
         }
         let is_new = self.find_command_call(project, &command).await?.is_none();
-        // Dropped after the turn is stored with the number of its calls.
-        let _charge = match &turn {
-            Some(turn) if is_new => match self.charge_call(turn).await? {
+        let charge = match &turn {
+            Some(turn) if is_new => match self.charge_new_call(turn, &agent, &request).await? {
                 Ok(charge) => charge,
                 Err(fault) => {
                     return self.reject(caller, Some(turn.clone()), &command, route, fault).await;
@@ -135,19 +140,24 @@ impl Utp {
             },
             _ => None,
         };
-        let request = command.to_request(&route, turn.as_ref(), args);
-        let agent = Caller { agent: command.agent_id.clone(), ..caller.clone() };
-        match self.calls.invoke(&agent, request).await {
-            Ok(ticket) => self.follow_command(turn, &command, &route, ticket.call, is_new).await,
+        let invoked = match self.calls.invoke(&agent, request.clone()).await {
+            Err(Error::Refused { fault, .. }) if is_final(&fault) => {
+                match self.find_call_behind_refusal(&agent, &request, fault).await? {
+                    Ok(started) => Ok(started),
+                    Err(fault) => return self.reject(caller, turn, &command, route, fault).await,
+                }
+            }
+            invoked => invoked.map(|ticket| ticket.call),
+        };
+        match invoked {
+            Ok(call) => {
+                let new = CommandedCall { is_new, charge };
+                self.follow_command(turn, &command, &route, call, new).await
+            }
             Err(error) if error.code() == Code::IdempotencyMismatch => {
                 let id = &command.tool_call_id;
                 let message = format!("tool_call_id \"{id}\" was used for another call");
                 Ok(CommandReceipt::Unanswerable { reason: "wrong_call", message })
-            }
-            Err(Error::Refused { fault, .. })
-                if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
-            {
-                self.reject(caller, turn, &command, route, fault).await
             }
             Err(error) => Err(error),
         }
@@ -172,12 +182,12 @@ impl Utp {
         command: &InternalCommand,
         route: &Route,
         call: Arc<Call>,
-        is_new: bool,
+        new: CommandedCall,
     ) -> Result<CommandReceipt, Error> {
         let step_call = command.step_call(&call.project, route, Some(call.id.to_string()));
         match turn {
             Some(turn) => {
-                self.add_commanded_call(turn, &step_call, call.deadline_ms, is_new).await?;
+                self.add_commanded_call(turn, &step_call, call.deadline_ms, new).await?;
             }
             None => {
                 let stored = self.core.store.utp().add_step_call(step_call).await;
@@ -250,7 +260,8 @@ impl Utp {
         let delivered = self.core.store.utp().deliver_to_inbox(item, &card_id, wakeup).await;
         delivered.map_err(from_store_error)?;
         if let Some(turn) = turn {
-            self.add_commanded_call(turn, &step_call, self.core.clock.wall_ms(), false).await?;
+            let (now_ms, new) = (self.core.clock.wall_ms(), CommandedCall::default());
+            self.add_commanded_call(turn, &step_call, now_ms, new).await?;
         }
         self.wake_inbox_listeners(project, &route.agent_id, true);
         Ok(CommandReceipt::Rejected { inbox_id, fault })

@@ -84,13 +84,14 @@ impl AgentTrees {
     }
 
     /// Charges one call of a delegated turn, or returns the fault if the budget that the turn draws
-    /// from is used up.
+    /// from is used up. A call that has started is charged in any case.
     pub(crate) async fn charge_call(
         &self,
         turn: &Turn,
+        has_started: bool,
     ) -> Result<Result<CallCharge, Fault>, Error> {
         self.load_turn(turn).await?;
-        Ok(TreeBudgets::charge_call(&self.budgets, &tree_key_of(turn), turn))
+        Ok(TreeBudgets::charge_call(&self.budgets, &tree_key_of(turn), turn, has_started))
     }
 
     /// Reads the turns of a tree. A turn whose call has ended counts as stopped: its next lease

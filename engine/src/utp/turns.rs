@@ -4,6 +4,7 @@
 
 pub(crate) mod delegated;
 pub(crate) mod dispatch;
+pub(crate) mod started;
 mod stop;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -22,6 +23,8 @@ use crate::ports::store::SaveResult;
 use crate::ports::store::utp::TurnChange;
 use crate::utp::Utp;
 use crate::utp::inbox::require_agent;
+use crate::utp::trees::CallCharge;
+use crate::utp::turns::started::CommandedCall;
 
 pub use delegated::EnqueueRequest;
 pub use dispatch::{DispatchRequest, DispatchedStep, StepCallRequest};
@@ -404,7 +407,7 @@ impl Utp {
             let (turn, change) = (bump_version(turn), TurnChange::default());
             let saved = match listener {
                 Some(listener) => self.save_and_publish_turn(turn, change, listener).await,
-                None => self.store_turn(turn, change).await,
+                None => self.store_turn(turn, change, &mut []).await,
             };
             match saved {
                 Err(error) if error.code() == Code::Conflict => {}
@@ -581,28 +584,46 @@ impl Utp {
     async fn save_and_publish_turn(
         &self,
         turn: Turn,
+        change: TurnChange,
+        listener: TurnEvent,
+    ) -> Result<Turn, Error> {
+        self.save_and_publish_calls(turn, change, listener, &mut []).await
+    }
+
+    /// Saves a turn with new calls, like [`Self::save_and_publish_turn`]. `charges` are those of
+    /// the new calls.
+    async fn save_and_publish_calls(
+        &self,
+        turn: Turn,
         mut change: TurnChange,
         listener: TurnEvent,
+        charges: &mut [CallCharge],
     ) -> Result<Turn, Error> {
         if self.publishes_outbox {
             let turn = Turn { updated_ms: self.core.clock.wall_ms(), ..turn.clone() };
             change.outbox.extend(listener.into_messages(&turn));
         }
-        let saved = self.store_turn(turn, change).await?;
+        let saved = self.store_turn(turn, change, charges).await?;
         if self.publishes_outbox {
             self.core.bus.wake(&Topic::Outbox);
         }
         Ok(saved)
     }
 
-    async fn store_turn(&self, mut turn: Turn, mut change: TurnChange) -> Result<Turn, Error> {
+    /// Stores a turn. `charges` are those of the calls that are new in it.
+    async fn store_turn(
+        &self,
+        mut turn: Turn,
+        mut change: TurnChange,
+        charges: &mut [CallCharge],
+    ) -> Result<Turn, Error> {
         turn.updated_ms = self.core.clock.wall_ms();
         change.edges.extend(delegated::edge_of(&turn));
         let saved = self.core.store.utp().save_turn(turn.clone(), change).await;
         match saved.map_err(from_store_error)? {
             SaveResult::Saved => {
                 if turn.delegation.is_some() {
-                    self.trees.budgets.update_turn(&turn);
+                    self.trees.budgets.update_turn(&turn, charges);
                 }
                 Ok(turn)
             }
@@ -650,7 +671,7 @@ impl Utp {
         turn: Turn,
         step_call: &StepCall,
         deadline_ms: u64,
-        is_new: bool,
+        mut new: CommandedCall,
     ) -> Result<(), Error> {
         let (project, turn_id) = (turn.project.clone(), turn.turn_id.clone());
         let mut current = turn;
@@ -659,14 +680,14 @@ impl Utp {
             if !next.steps.contains(&step_call.step_id) {
                 next.steps.push(step_call.step_id.clone());
             }
-            if let Some(delegation) = next.delegation.as_mut().filter(|_| is_new) {
+            if let Some(delegation) = next.delegation.as_mut().filter(|_| new.is_new) {
                 delegation.used_calls += 1;
             }
             next.step_id = Some(step_call.step_id.clone());
             next.resume_deadline_ms = next.resume_deadline_ms.max(Some(deadline_ms));
             let change =
                 TurnChange { step_calls: vec![step_call.clone()], ..TurnChange::default() };
-            match self.store_turn(next, change).await {
+            match self.store_turn(next, change, new.charge.as_mut_slice()).await {
                 Err(error) if error.code() == Code::Conflict => {}
                 other => return other.map(drop),
             }

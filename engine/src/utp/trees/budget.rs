@@ -180,10 +180,15 @@ pub(crate) struct CallCharge {
     budgets: Arc<TreeBudgets>,
     key: TreeKey,
     turn_id: String,
+    /// True once the turn is stored with the call: then the number of its calls has it.
+    is_stored: bool,
 }
 
 impl Drop for CallCharge {
     fn drop(&mut self) {
+        if self.is_stored {
+            return;
+        }
         let mut state = self.budgets.state.lock();
         let tree = state.trees.get_mut(&self.key);
         if let Some(node) = tree.and_then(|tree| tree.nodes.get_mut(&self.turn_id)) {
@@ -398,12 +403,23 @@ impl TreeBudgets {
     }
 
     /// Records the committed state of a turn. The budget of a turn that has ended is free again.
-    pub(crate) fn update_turn(&self, turn: &Turn) {
+    /// `charges` are those of the calls that were stored with the turn: at no moment do these calls
+    /// count twice, or not at all, because the agents that they called may start at any time.
+    pub(crate) fn update_turn(&self, turn: &Turn, charges: &mut [CallCharge]) {
         let mut state = self.state.lock();
+        for charge in charges.iter_mut() {
+            charge.is_stored = true;
+        }
         let Some(key) = state.by_run.get(&turn.turn_id).cloned() else { return };
         let tree = state.trees.get_mut(&key);
         if let Some(node) = tree.and_then(|tree| tree.nodes.get_mut(&turn.turn_id)) {
-            node.used = used_by_turn(turn);
+            let used = used_by_turn(turn);
+            // The numbers only grow: a commit that is recorded late changes nothing.
+            node.used = Amounts {
+                calls: node.used.calls.max(used.calls),
+                tokens: node.used.tokens.max(used.tokens),
+            };
+            node.unstored_calls = node.unstored_calls.saturating_sub(charges.len() as u64);
             node.is_open &= !turn.status.is_terminal();
         }
         if turn.status.is_terminal() {
@@ -411,11 +427,13 @@ impl TreeBudgets {
         }
     }
 
-    /// Charges one call of a turn, together with the tokens that its worker reports.
+    /// Charges one call of a turn, together with the tokens that its worker reports. A call that
+    /// has started (`has_started`) counts whatever is left.
     pub(crate) fn charge_call(
         budgets: &Arc<Self>,
         key: &TreeKey,
         turn: &Turn,
+        has_started: bool,
     ) -> Result<CallCharge, Fault> {
         let mut state = budgets.state.lock();
         if let Some(tree) = state.trees.get_mut(key) {
@@ -423,7 +441,9 @@ impl TreeBudgets {
                 node.used.tokens = node.used.tokens.max(used_by_turn(turn).tokens);
             }
             for resource in Resource::ALL {
-                if let Some((0, limit)) = tree.remaining(&turn.turn_id, resource) {
+                if let Some((0, limit)) = tree.remaining(&turn.turn_id, resource)
+                    && !has_started
+                {
                     return Err(too_many_calls_fault(limit, resource.name()));
                 }
             }
@@ -432,7 +452,7 @@ impl TreeBudgets {
             }
         }
         let (budgets, key) = (budgets.clone(), key.clone());
-        Ok(CallCharge { budgets, key, turn_id: turn.turn_id.clone() })
+        Ok(CallCharge { budgets, key, turn_id: turn.turn_id.clone(), is_stored: false })
     }
 
     /// Drops a tree without open runs and turns.
@@ -580,5 +600,50 @@ mod tests {
         budgets.end_turn("run_2");
         assert!(!budgets.is_loaded(&key), "the end of the last turn drops its tree");
         assert_eq!(budgets.project_of("run_2"), None);
+    }
+
+    fn turn_with_budget(calls: u64, used_calls: u64) -> Turn {
+        let turn = json!({
+            "project": "p", "agent_id": "w", "turn_id": "turn_1", "epoch": 1, "status": "running",
+            "channel": "c", "depth": 1, "lease_until_ms": 1, "lease_ms": 1, "created_ms": 1,
+            "updated_ms": 1, "version": 1,
+            "delegation": {
+                "call_id": "tc_01M7H641R6DXZKTSNG6276X36B", "attempt": 1, "parent_agent_id": "a",
+                "parent_turn_id": "run_1", "instruction_card_id": "task_1", "deadline_ms": 1,
+                "used_calls": used_calls, "lineage": { "calls": calls },
+            },
+        });
+        serde_json::from_value(turn).unwrap()
+    }
+
+    fn calls_of(budgets: &TreeBudgets, key: &TreeKey) -> u64 {
+        budgets.state.lock().trees[key].charged("turn_1", Resource::Calls)
+    }
+
+    #[test]
+    fn a_call_counts_once_before_and_after_its_turn_is_stored() {
+        let (budgets, key) = (Arc::<TreeBudgets>::default(), ("p".to_owned(), "run_1".to_owned()));
+        let turn = turn_with_budget(1, 0);
+        budgets.add_turn(&key, &turn);
+        let charge = |has_started| TreeBudgets::charge_call(&budgets, &key, &turn, has_started);
+        let mut charges = [charge(false).unwrap()];
+        assert_eq!(calls_of(&budgets, &key), 1);
+        assert!(charge(false).is_err(), "the budget is used up");
+        let started = charge(true).unwrap();
+        assert_eq!(calls_of(&budgets, &key), 2, "a call that has started counts in any case");
+        drop(started);
+        assert_eq!(calls_of(&budgets, &key), 1, "a call that is not stored counts no longer");
+
+        // The agent that the call starts finds the budget of its caller while the charge is held.
+        budgets.update_turn(&turn_with_budget(1, 1), &mut charges);
+        assert_eq!(calls_of(&budgets, &key), 1);
+        let granted = |budgets: &TreeBudgets| {
+            budgets.state.lock().trees[&key].grant("turn_1", Some(1), Resource::Calls).unwrap()
+        };
+        assert_eq!(granted(&budgets), Some(1));
+        drop(charges);
+        assert_eq!(calls_of(&budgets, &key), 1);
+        budgets.update_turn(&turn, &mut []);
+        assert_eq!(calls_of(&budgets, &key), 1, "an older state that is recorded late");
     }
 }

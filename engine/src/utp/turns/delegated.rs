@@ -279,18 +279,30 @@ impl Utp {
     }
 
     /// Charges one call of a turn against the budget that it draws from, or returns the fault if
-    /// the budget is used up. A turn that no open call handed over has no budget.
+    /// the budget is used up. A call that has started is charged in any case. A turn that no open
+    /// call handed over has no budget.
     pub(crate) async fn charge_call(
         &self,
         turn: &Turn,
+        has_started: bool,
     ) -> Result<Result<Option<CallCharge>, Fault>, Error> {
         let id = turn.delegation.as_ref().map(|delegation| delegation.call_id.parse());
         let Some(Ok(id)) = id else { return Ok(Ok(None)) };
-        let call = self.cards.find_call(&turn.project, &id).await?;
-        if call.is_none_or(|call| call.status.is_terminal()) {
+        if self.has_call_ended(&turn.project, &id).await? {
             return Ok(Ok(None));
         }
-        Ok(self.trees.charge_call(turn).await?.map(Some))
+        let charge = self.trees.charge_call(turn, has_started).await?;
+        // The call may have ended while its tree was read. Its end found no tree to release then.
+        if self.has_call_ended(&turn.project, &id).await? {
+            self.trees.budgets.end_turn(&turn.turn_id);
+            return Ok(Ok(None));
+        }
+        Ok(charge.map(Some))
+    }
+
+    async fn has_call_ended(&self, project: &str, id: &CallId) -> Result<bool, Error> {
+        let call = self.cards.find_call(project, id).await?;
+        Ok(call.is_none_or(|call| call.status.is_terminal()))
     }
 
     /// Refuses a lease of a turn whose call has ended, and stops that turn: no result of it can

@@ -5,6 +5,7 @@ use futures::future::join_all;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
+use super::started::{add_step, is_final, used_calls};
 use super::{
     MAX_CONFLICT_RETRIES, bump_version, conflict, invalid, open_step_call_ids, too_many_conflicts,
 };
@@ -140,8 +141,7 @@ impl Utp {
             let is_charged = stored.iter().any(|stored| stored.tool_call_id == call.tool_call_id);
             self.send_step_call(&agent, &turn, route, call, SendState { inbox_open, is_charged })
         });
-        // Dropped after the turn is stored with the number of its calls.
-        let DispatchSummary { change, deadline_ms, error: refused, charges: _charges } =
+        let DispatchSummary { change, deadline_ms, error: refused, mut charges } =
             self.collect_sent_calls(&turn, join_all(sent).await);
         let calls = change.step_calls.clone();
         if let Some(error) = refused {
@@ -167,14 +167,16 @@ impl Utp {
             status: if request.suspends_turn { TurnStatus::Suspended } else { turn.status },
             ..turn.clone()
         };
-        let turn =
-            match self.store_step(caller, &turn, step, change, open_step_call_ids(&out)).await {
-                Ok(turn) => turn,
-                Err(error) => {
-                    self.abort_undispatched(caller, &calls).await;
-                    return Err(error);
-                }
-            };
+        let waiting = open_step_call_ids(&out);
+        let stored =
+            self.store_step(caller, &turn, step, change, waiting, charges.as_mut_slice()).await;
+        let turn = match stored {
+            Ok(turn) => turn,
+            Err(error) => {
+                self.abort_undispatched(caller, &calls).await;
+                return Err(error);
+            }
+        };
         self.deliver_early_outcomes(&turn, &calls).await?;
         self.wake_inbox_listeners(&turn.project, agent_id, true);
         let step_id = turn.step_id.clone().unwrap_or_default();
@@ -206,7 +208,8 @@ impl Utp {
         }
     }
 
-    /// Stores a step whose calls have started. Retries after a concurrent renewal of the lease.
+    /// Stores a step whose calls have started. Retries after a concurrent change that leaves the
+    /// turn in its step, such as a renewal of the lease or a command.
     async fn store_step(
         &self,
         caller: &Caller,
@@ -214,8 +217,10 @@ impl Utp {
         mut step: Turn,
         change: TurnChange,
         waiting: Vec<String>,
+        charges: &mut [CallCharge],
     ) -> Result<Turn, Error> {
         let new_card_ids: Vec<String> = change.step_calls.iter().filter_map(call_card_id).collect();
+        let new_calls = used_calls(&step).saturating_sub(used_calls(before));
         for _ in 0..MAX_CONFLICT_RETRIES {
             let listener = TurnEvent {
                 pending_tool_call_ids: waiting.clone(),
@@ -223,7 +228,12 @@ impl Utp {
                 completion: None,
             };
             let saved = self
-                .save_and_publish_turn(bump_version(step.clone()), change.clone(), listener)
+                .save_and_publish_calls(
+                    bump_version(step.clone()),
+                    change.clone(),
+                    listener,
+                    charges,
+                )
                 .await;
             let error = match saved {
                 Err(error) if error.code() == Code::Conflict => error,
@@ -234,7 +244,7 @@ impl Utp {
             if stands(&now) != stands(before) {
                 return Err(error);
             }
-            (step.version, step.lease_until_ms) = (now.version, now.lease_until_ms);
+            step = add_step(now, step, new_calls);
         }
         Err(too_many_conflicts())
     }
@@ -336,16 +346,20 @@ impl Utp {
         state: SendState,
     ) -> Result<SentCall, Error> {
         let (args, unreadable) = parse_arguments(&call.arguments);
-        let refused = match unreadable {
-            Some(fault) => Some(fault),
-            None => self.find_step_call_fault(agent, call, state.inbox_open),
-        };
-        if let Some(fault) = refused {
+        if let Some(fault) = unreadable {
+            return self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await;
+        }
+        let invocation = build_invocation(turn, &route, call, args.clone());
+        // A call that an earlier request started is not refused: it may be executing.
+        let refused = self.find_step_call_fault(agent, call, state.inbox_open);
+        if let Some(fault) = refused
+            && self.find_started(agent, &invocation).await?.is_none()
+        {
             return self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await;
         }
         let charge = match state.is_charged {
             true => None,
-            false => match self.charge_call(turn).await? {
+            false => match self.charge_new_call(turn, agent, &invocation).await? {
                 Ok(charge) => charge,
                 Err(fault) => {
                     let args = args.to_value();
@@ -353,39 +367,48 @@ impl Utp {
                 }
             },
         };
-        let mut invocation = CallRequest::new(call.tool_name.as_str(), "{}")
-            .map_err(|error| Error::Internal(Box::new(error)))?;
-        invocation.args = args.clone();
-        invocation.run_id = turn.turn_id.clone();
-        invocation.call_id = Some(call.tool_call_id.clone());
-        invocation.timeout_ms = call.timeout_ms;
-        invocation.attempt_timeout_ms = call.attempt_timeout_ms;
-        invocation.input_timeout_ms = call.input_timeout_ms;
-        invocation.idempotency_key = Some(step_call_key(&turn.turn_id, &call.tool_call_id));
-        invocation.traceparent = turn.traceparent.clone();
-        invocation.route = Some(Box::new(route.clone()));
-        match self.calls.invoke(agent, invocation).await {
-            Ok(ticket) => {
-                let waiting = build_step_call(turn, &route, call, Some(ticket.call.id.to_string()));
-                Ok(SentCall {
-                    step_call: waiting,
-                    deadline_ms: ticket.call.deadline_ms,
-                    inbox_item: None,
-                    charge,
-                })
+        let invoked = match self.calls.invoke(agent, invocation).await {
+            Err(Error::Refused { fault, .. }) if is_final(&fault) => {
+                let request = build_invocation(turn, &route, call, args.clone());
+                match self.find_call_behind_refusal(agent, &request, fault).await? {
+                    Ok(started) => Ok(started),
+                    Err(fault) => {
+                        let args = args.to_value();
+                        return self.record_failed_call(turn, &route, call, &args, &fault).await;
+                    }
+                }
             }
+            invoked => invoked.map(|ticket| ticket.call),
+        };
+        match invoked {
+            Ok(started) => Ok(SentCall {
+                step_call: build_step_call(turn, &route, call, Some(started.id.to_string())),
+                deadline_ms: started.deadline_ms,
+                inbox_item: None,
+                charge,
+            }),
             Err(error) if error.code() == Code::IdempotencyMismatch => {
                 let id = &call.tool_call_id;
                 Err(conflict(turn, format!("tool_call_id \"{id}\" was used for another call")))
             }
-            Err(Error::Refused { fault, .. })
-                if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
-            {
-                self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await
-            }
             Err(error) => Err(error),
         }
     }
+}
+
+/// Builds the request for a call of a step. Its idempotency key derives from the turn and the id of
+/// the call, so a repetition finds the same call.
+fn build_invocation(turn: &Turn, route: &Route, call: &StepCallRequest, args: Json) -> CallRequest {
+    let mut request = CallRequest::of(call.tool_name.as_str(), args);
+    request.run_id = turn.turn_id.clone();
+    request.call_id = Some(call.tool_call_id.clone());
+    request.timeout_ms = call.timeout_ms;
+    request.attempt_timeout_ms = call.attempt_timeout_ms;
+    request.input_timeout_ms = call.input_timeout_ms;
+    request.idempotency_key = Some(step_call_key(&turn.turn_id, &call.tool_call_id));
+    request.traceparent = turn.traceparent.clone();
+    request.route = Some(Box::new(route.clone()));
+    request
 }
 
 /// A call that was accepted, or failed at once.

@@ -280,6 +280,41 @@ async fn the_tokens_that_a_worker_reports_count_in_its_budget() {
 }
 
 #[tokio::test]
+async fn a_call_that_a_failed_request_started_is_not_refused_by_the_budget() {
+    let limits = toolcrib::EngineLimits { max_open_calls_per_project: 3, ..Default::default() };
+    let model = SingleModel(Arc::new(AgentModel(Box::new(tree_with_worker))));
+    let builder = Engine::builder().models(Arc::new(model)).limits(limits);
+    let engine = builder.with_run_finish_tool().start().await.unwrap();
+    let w = AgentLimits { tokens: Some(900), ..AgentLimits::default() };
+    let w = AgentDefinition { profile: with_limits("w", w).profile, ..worker("w") };
+    for agent in [agent("a"), w, agent("c")] {
+        engine.roster().define_agent(&caller(), agent, None).await.unwrap();
+    }
+    start_run(&engine, RunRequest::default()).await;
+    let turn = take_turn(&engine, "w").await;
+    let request = |ids: &[&str], tokens| DispatchRequest {
+        epoch: turn.epoch,
+        step_id: Some("s1".to_owned()),
+        calls: ids.iter().map(|id| step_call(id, "agent.c")).collect(),
+        suspends_turn: true,
+        tokens,
+    };
+    let (utp, id) = (engine.utp(), turn.turn_id.as_str());
+    let full = utp.dispatch_step(&caller(), "w", id, request(&["c1", "c2"], None)).await;
+    assert_eq!(full.err().unwrap().code(), Code::RateLimited, "one of the calls finds no room");
+    let c = run_of(&engine, "c").await;
+    let made = &c.lineage.as_ref().unwrap().call_id;
+    // Either of the two may have found the room.
+    let started = engine.calls().call(&caller(), made).await.unwrap();
+    let started = started.origin.caller_call_id.as_deref().unwrap();
+    // Meanwhile the budget is used up.
+    let sent = utp.dispatch_step(&caller(), "w", id, request(&[started], Some(900))).await.unwrap();
+    assert_eq!(sent.calls[0].call_id.as_deref(), Some(made.as_str()), "{:?}", sent.calls);
+    assert_eq!(sent.calls[0].result_card_id, None, "it still works");
+    assert_eq!(sent.turn.delegation.unwrap().used_calls, 1);
+}
+
+#[tokio::test]
 async fn the_tokens_of_an_ended_worker_count_above_it() {
     let store = Arc::default();
     let limits = AgentLimits { tokens: Some(2_000), ..AgentLimits::default() };
