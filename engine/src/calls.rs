@@ -74,10 +74,11 @@ pub struct Dispatcher {
     pub(crate) limiter: Arc<ConcurrencyLimiter>,
     /// Tasks of the attempts that run in this process.
     pub(crate) attempts: TaskTracker,
+    /// True once recovery has decided about every call that was open at startup.
     pub(crate) recovered: AtomicBool,
     /// The clock's `wall_offset_ms`, as last recorded.
     pub(crate) wall_offset_ms: AtomicI64,
-    /// True from the start of an engine until every open call of the store has an owner again.
+    /// True from the start until the open calls of the store are in memory.
     pub(crate) is_recovering: AtomicBool,
     pub(crate) approval_index: ApprovalIndex,
     /// Notified when a call has begun to wait for an approval.
@@ -141,7 +142,7 @@ impl DirectoryListener for Dispatcher {
 }
 
 impl Calls {
-    /// Returns true once every call that was open at startup has an owner again.
+    /// Returns true once recovery has decided about every call that was open at startup.
     pub fn is_recovered(&self) -> bool {
         self.dispatcher.recovered.load(Ordering::Acquire)
     }
@@ -172,8 +173,8 @@ impl Calls {
         self.availability(project, &tool.name, tool.executor)
     }
 
-    /// Describes what a call waits for: the approval of a person, or an executor that has not
-    /// acknowledged the call. Returns `None` if the call waits for neither.
+    /// Describes what a call waits for: the approval of a person, or an executor that is absent, is
+    /// switched off or has not acknowledged the call. Returns `None` if the call waits for neither.
     pub fn describe_hold(&self, call: &Call) -> Option<String> {
         if let Some(id) = call.pending_approval() {
             return Some(format!(

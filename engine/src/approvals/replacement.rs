@@ -20,8 +20,8 @@ pub(crate) struct Replacement {
 
 impl Approvals {
     /// Builds a call of the same tool and caller with other arguments. They must match the schema,
-    /// and the rules must not deny them. The decision approves them, so its caller must be one that
-    /// the rule about these arguments lets decide, too.
+    /// and the rules must not deny them. The decision approves them, so the decider must also be an
+    /// approver of the rule that asks about the new arguments.
     pub(crate) async fn build_replacement(
         &self,
         decider: &Caller,

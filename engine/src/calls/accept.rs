@@ -102,8 +102,8 @@ impl Calls {
     /// ([`crate::registry::name_for_model`]). When this returns, the call is stored and will reach
     /// an outcome.
     ///
-    /// The future is boxed here, so that it is compiled in this crate, for speed, and not in the
-    /// crate that awaits it.
+    /// The future is boxed here, so that it is compiled with this crate's optimization settings,
+    /// and not again in the crate that awaits it.
     pub fn invoke<'a>(
         self: &'a Arc<Self>,
         caller: &'a Caller,

@@ -1,9 +1,9 @@
 //! Batches: all tool calls that a model requests in one message.
 //!
-//! A batch is not stored as a unit. Every entry is a call that [`Calls::invoke`] accepts, stores
-//! and runs on its own, and an entry that is refused or fails does not affect the others. The batch
-//! adds three things: a plan of which entries run concurrently, one wait for all of them, and an
-//! answer to each entry in the format of its request.
+//! A batch is not stored as a unit. Every entry that parses is a call, accepted in the same way as
+//! by [`Calls::invoke`], and an entry that is refused or fails does not affect the others. The
+//! batch adds three things: a plan of which entries run concurrently, one wait for all of them, and
+//! an answer to each entry in the format of its request.
 //!
 //! A call that has started runs to completion. If it has not ended when the wait is over, its
 //! answer is its ticket. An entry that has not started by then is stored with the call that it
@@ -40,7 +40,8 @@ pub const MAX_KEY_BYTES: usize = 240;
 /// Selects the entries of a batch that run concurrently.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum BatchMode {
-    /// One after another: each entry starts when the one before it has ended.
+    /// One after another: each entry starts when the one before it has ended. An entry whose call
+    /// runs in the background or waits for an approval does not hold up the next one.
     #[default]
     Serial,
     /// Calls of read-only tools and of agents run concurrently; the others run one after another,
@@ -59,7 +60,8 @@ pub struct Batch {
     pub entries: Vec<Json>,
     /// Order in which the entries run.
     pub mode: BatchMode,
-    /// Maximum number of entries in flight at the same time. Defaults to the engine's limit.
+    /// Maximum number of entries in flight at the same time, not counting calls that run in the
+    /// background or wait for an approval. Defaults to the engine's limit.
     pub max_parallel: Option<usize>,
     /// Maximum number of tokens of all messages together. Unlimited by default.
     pub budget_tokens: Option<usize>,
@@ -130,8 +132,8 @@ impl Batch {
 impl Calls {
     /// Runs a batch and returns when all entries have ended or the wait is over.
     ///
-    /// Refuses only a batch that is invalid as a whole. An entry that is denied, unknown or invalid
-    /// is answered with a fault.
+    /// Refuses the whole batch if it is invalid, if the server is shutting down, or if the caller
+    /// may not call tools. An entry that is denied, unknown or invalid is answered with a fault.
     ///
     /// ```
     /// use toolcrib::calls::{Batch, BatchMode};
@@ -172,8 +174,8 @@ impl Calls {
     /// Runs a batch and renders each result with `renderer`.
     ///
     /// The rendering overlaps with the commit of the calls if possible, so that it adds no
-    /// latency. The future is boxed here, so that it is compiled in this crate, for speed, and not
-    /// in the crate that awaits it.
+    /// latency. The future is boxed here, so that it is compiled with this crate's optimization
+    /// settings, and not again in the crate that awaits it.
     pub fn run_batch_with_renderer<'a>(
         self: &'a Arc<Self>,
         caller: &'a Caller,

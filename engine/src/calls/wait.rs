@@ -166,8 +166,8 @@ impl Calls {
         self.wait_boxed(caller, call.into(), until)
     }
 
-    /// Boxes the wait, so that it is compiled in this crate, for speed, and not in the crate that
-    /// awaits it.
+    /// Boxes the wait, so that it is compiled with this crate's optimization settings, and not
+    /// again in the crate that awaits it.
     fn wait_boxed<'a>(
         &'a self,
         caller: &'a Caller,

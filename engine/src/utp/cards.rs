@@ -50,9 +50,13 @@ impl Cards {
             let excerpt: String = card_id.chars().take(80).collect();
             Error::refused(Code::NotFound, format!("there is no card \"{excerpt}\""))
         };
-        // A tool service reads the cards of the calls that it executes.
+        // A provider may read the cards of every call of its project. Any other caller must be
+        // allowed to read the call.
         if let (false, Some((id, _))) = (caller.may_provide(), card::parse_derived_id(card_id)) {
-            self.calls.call(caller, &id).await.map_err(|_| not_found())?;
+            self.calls.call(caller, &id).await.map_err(|error| match error.code() {
+                Code::NotFound | Code::PermissionDenied => not_found(),
+                _ => error,
+            })?;
         }
         self.find_card(&caller.project, card_id).await?.ok_or_else(not_found)
     }
@@ -113,7 +117,7 @@ impl Cards {
 
     /// Handles a tool service's read of a call card as its acknowledgement of the call. The
     /// acknowledgement is committed after a short delay, unless the result arrives first. Returns
-    /// false if the call is known to have ended, so that the service need not start it.
+    /// false if, after recovery, no open call has this id: the service need not start it then.
     pub async fn acknowledge_card_read(
         self: &Arc<Self>,
         caller: &Caller,
@@ -271,8 +275,8 @@ impl Cards {
         Ok(elsewhere.map_or(RouteLookup::NotFound, RouteLookup::WrongTurn))
     }
 
-    /// Finds the call with this id in a turn or, if the turn has none, the newest with this id in
-    /// any turn.
+    /// Finds a call by its id in a turn. A call id is looked up as it is; any other id is looked up
+    /// in the turn and, if the turn has no such call, is that of the newest one in any turn.
     async fn find_call_in_turn(
         &self,
         project: &str,
@@ -304,7 +308,7 @@ impl Cards {
     }
 }
 
-/// Copies the lineage of a call into its result card, and refuses a card whose lineage differs.
+/// Copies the lineage of the call into its result card; refuses a card that states another one.
 pub(crate) fn copy_lineage(card: &mut Card, call: &Call) -> Result<(), Error> {
     let Route { step_id, parent_step_id, .. } = Route::for_call(call);
     let lineage = [

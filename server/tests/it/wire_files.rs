@@ -14,7 +14,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Asserts that the committed file contains this text.
+/// Asserts that the committed file is exactly this text. With `UPDATE=1`, writes it first.
 #[track_caller]
 fn assert_committed(file: &str, text: &str) {
     let path = root().join(file);

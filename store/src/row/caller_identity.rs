@@ -1,5 +1,6 @@
-//! The identity of a call's requester in its stored envelope. The two usual identities, a key with
-//! the role agent and the operator, are stored in one field or none.
+//! The identity of a call's requester in its stored envelope. The authentication method and roles
+//! of the two usual identities, a key with the role agent and the operator, are implied by
+//! `subject_to_rules`. Attributes (the key's id at least) are stored beside it.
 
 use std::borrow::Cow;
 use std::sync::Arc;

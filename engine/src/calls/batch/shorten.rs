@@ -1,5 +1,7 @@
-//! Short texts for entries when the token budget is small. Never cuts within an id or within JSON,
-//! and marks every truncated text. Pure.
+//! Short texts for entries when the token budget is small.
+//!
+//! Keeps the id of a pending call or an omitted result whole or drops it; a truncated fault keeps
+//! its code. A truncated text ends with `…`, unless only a fixed word or nothing fits. Pure.
 
 use crate::domain::fault::Fault;
 use crate::model_formats::{self, PendingNotice};

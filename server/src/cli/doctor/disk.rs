@@ -17,7 +17,8 @@ pub fn probe_write(dir: &Path) -> io::Result<()> {
     written.and_then(|_| std::fs::remove_file(&path))
 }
 
-/// Returns the filesystem type of the mount that holds the directory.
+/// Returns the filesystem type of the mount that holds the directory; `None` where there is no
+/// `/proc`.
 pub fn filesystem_type(dir: &Path) -> Option<String> {
     let dir = dir.canonicalize().ok()?;
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
@@ -45,7 +46,7 @@ fn unescape_mount_path(point: &str) -> String {
     point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 }
 
-/// Returns true if the filesystem is on another machine.
+/// Returns true for a network or host-shared filesystem.
 pub fn is_network_filesystem(kind: &str) -> bool {
     kind.starts_with("nfs")
         || ["cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs", "virtiofs"]
@@ -57,8 +58,8 @@ pub fn is_memory_filesystem(kind: &str) -> bool {
     matches!(kind, "tmpfs" | "ramfs")
 }
 
-/// Returns the space available to an ordinary user. The standard library cannot report it, and `df`
-/// is available everywhere.
+/// Returns the space available to an ordinary user. The standard library cannot report it. `df` is
+/// part of POSIX; `None` if it is missing.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     let output = Command::new("df").arg("-Pk").arg("--").arg(dir).output().ok()?;
     parse_df_output(&String::from_utf8_lossy(&output.stdout))

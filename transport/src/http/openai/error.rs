@@ -78,9 +78,9 @@ impl OpenAiError {
         u16::try_from(status).ok()
     }
 
-    /// Returns the HTTP status of the response. An invalid request is 400 here, also if the model
-    /// endpoint reported it. A problem with Toolcrib's key at the endpoint is not reported as an
-    /// error of the caller.
+    /// Returns the HTTP status of the response. An invalid field is 400 on these routes. The model
+    /// endpoint's own 400, 404, 413, 422 or 429 is kept. A problem with Toolcrib's key at the
+    /// endpoint is not reported as an error of the caller.
     fn status(fault: &Fault) -> u16 {
         match (fault.code, Self::upstream_status(fault)) {
             (Code::ValidationError | Code::BadRequest, _) => 400,
