@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::calls::{Calls, Dispatcher};
 use crate::domain::access_rules::{AccessDecision, RuleAction, pattern_matches};
 use crate::domain::call::approval::{Approval, ApprovalStatus, StandingApproval};
-use crate::domain::caller::{AuthMethod, Caller, Role};
+use crate::domain::caller::{AuthMethod, Caller, CallerAttributes, Role};
 use crate::domain::fault::{Code, Error, Fault};
 use crate::ports::core::{Core, from_store_error};
 use crate::ports::store::approvals::ApprovalFilter;
@@ -281,13 +281,18 @@ fn is_own(caller: &Caller, approval: &Approval) -> bool {
         && same(&own.session, &requester.attributes.session)
 }
 
-/// Returns true if the caller is the party that made the call: the same agent, user or credential.
+/// Returns true if the caller is a party that made the call: the same agent, user or credential as
+/// its requester, or as a caller that handed the work to the requester.
 fn is_requester(caller: &Caller, approval: &Approval) -> bool {
     let (requester, own) = (&approval.request.requester, &caller.attributes);
     let same = |own: &Option<String>, other: &Option<String>| own.is_some() && own == other;
-    requester.agent == caller.agent
-        || same(&own.user, &requester.attributes.user)
-        || same(&own.credential, &requester.attributes.credential)
+    let is_party = |agent: &str, attributes: &CallerAttributes| {
+        agent == caller.agent
+            || same(&own.user, &attributes.user)
+            || same(&own.credential, &attributes.credential)
+    };
+    is_party(&requester.agent, &requester.attributes)
+        || requester.attributes.callers_above().any(|c| is_party(&c.agent, &c.attributes))
 }
 
 /// Returns true if the caller is among the approvers of a rule; an empty list names all.

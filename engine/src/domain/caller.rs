@@ -183,12 +183,62 @@ pub struct CallerAttributes {
     /// Id of the key or session token, `key_…` or `st_…`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub credential: Option<String>,
+    /// Caller that handed the work to this one, a worker. The access rules apply to both, so a
+    /// worker never does what its caller may not do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_behalf_of: Option<Box<DelegatingCaller>>,
+}
+
+/// A caller that handed work to an agent, as the calls of that work store it. Its own attributes
+/// name the caller above it, so that every call has its whole chain of callers.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct DelegatingCaller {
+    /// Agent name of the caller.
+    pub agent: String,
+    /// The caller's [`RoleSet`] as text.
+    pub roles: String,
+    /// Name of the caller's [`AuthMethod`].
+    pub auth_method: String,
+    /// Attributes of the caller.
+    #[serde(default, skip_serializing_if = "CallerAttributes::is_empty")]
+    pub attributes: CallerAttributes,
+}
+
+impl From<&Caller> for DelegatingCaller {
+    fn from(caller: &Caller) -> Self {
+        Self {
+            agent: caller.agent.clone(),
+            roles: caller.roles.to_string(),
+            auth_method: caller.auth_method.as_str().to_owned(),
+            attributes: (*caller.attributes).clone(),
+        }
+    }
+}
+
+impl DelegatingCaller {
+    /// Returns the caller. Roles that cannot be read permit nothing.
+    pub fn caller(&self, project: &str) -> Caller {
+        Caller {
+            project: project.to_owned(),
+            agent: self.agent.clone(),
+            roles: self.roles.parse().unwrap_or_default(),
+            auth_method: AuthMethod::parse(&self.auth_method).unwrap_or(AuthMethod::Key),
+            attributes: Arc::new(self.attributes.clone()),
+        }
+    }
 }
 
 impl CallerAttributes {
     /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// Returns the callers that handed the work down, from the nearest to the first.
+    pub fn callers_above(&self) -> impl Iterator<Item = &DelegatingCaller> {
+        std::iter::successors(self.on_behalf_of.as_deref(), |&caller| {
+            caller.attributes.on_behalf_of.as_deref()
+        })
     }
 }
 
@@ -230,6 +280,23 @@ impl Caller {
         self
     }
 
+    /// Returns this worker as it acts in work that another caller has handed to it: for the user, in
+    /// the session and in the environment of that caller, unless it asserts its own.
+    pub fn on_behalf_of(mut self, above: &Caller) -> Self {
+        let own = Arc::make_mut(&mut self.attributes);
+        let CallerAttributes { user, session, environment, .. } = &*above.attributes;
+        own.user = own.user.take().or_else(|| user.clone());
+        own.session = own.session.take().or_else(|| session.clone());
+        own.environment = own.environment.take().or_else(|| environment.clone());
+        own.on_behalf_of = Some(Box::new(above.into()));
+        self
+    }
+
+    /// Returns the caller that handed the work to this one.
+    pub fn caller_above(&self) -> Option<Caller> {
+        self.attributes.on_behalf_of.as_deref().map(|above| above.caller(&self.project))
+    }
+
     /// Returns the bearer of the operator token as a caller.
     pub fn operator(project: impl Into<String>) -> Self {
         Self { agent: "operator".into(), ..Self::local(project) }
@@ -241,9 +308,10 @@ impl Caller {
     }
 
     /// Returns true if the access rules do not concern this caller: it is the operator or the
-    /// embedding program.
+    /// embedding program, and so is every caller that handed the work to it.
     pub fn is_exempt_from_rules(&self) -> bool {
-        self.auth_method == AuthMethod::Local
+        let is_local = |above: &DelegatingCaller| above.auth_method == AuthMethod::Local.as_str();
+        self.auth_method == AuthMethod::Local && self.attributes.callers_above().all(is_local)
     }
 
     /// Returns true if this caller may do only what a rule allows. Rules that deny or ask hold for

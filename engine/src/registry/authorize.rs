@@ -240,8 +240,24 @@ impl Catalog {
     }
 }
 
-/// Decides a request by the given rules.
+/// Decides a request by the given rules, for the caller and for every caller that handed the work to
+/// it. A denial takes precedence over an approval that is needed, and that over a permission.
 pub(crate) fn decide(
+    rules: Option<&ProjectRuleIndex>,
+    input: RuleInput<'_>,
+    is_companion: bool,
+) -> AccessDecision {
+    let own = decide_alone(rules, input, is_companion);
+    let Some(above) = input.caller.caller_above().filter(|_| !own.is_denied()) else { return own };
+    let by_above = decide(rules, RuleInput { caller: &above, ..input }, is_companion);
+    match (&own, &by_above) {
+        (AccessDecision::Ask(_), AccessDecision::Allowed | AccessDecision::Ask(_)) => own,
+        _ => by_above,
+    }
+}
+
+/// Decides a request by the given rules, without regard to the callers above the caller.
+fn decide_alone(
     rules: Option<&ProjectRuleIndex>,
     input: RuleInput<'_>,
     is_companion: bool,
@@ -254,7 +270,7 @@ pub(crate) fn decide(
             "a key with the role {role} cannot call tools"
         )));
     }
-    if caller.is_exempt_from_rules() {
+    if caller.auth_method == AuthMethod::Local {
         return AccessDecision::Allowed;
     }
     if is_use && !is_companion && !is_within_credentials(caller, tool) {

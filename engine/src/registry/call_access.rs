@@ -31,8 +31,12 @@ fn is_own_run(caller: &Caller, run: &Run) -> bool {
 }
 
 impl Catalog {
-    /// Returns true if the caller may read every call of its project.
+    /// Returns true if the caller may read every call of its project, and so may every caller that
+    /// handed the work to it.
     pub(crate) fn may_read_all_calls(&self, caller: &Caller) -> bool {
+        if caller.caller_above().is_some_and(|above| !self.may_read_all_calls(&above)) {
+            return false;
+        }
         let rules = self.rules.project(&caller.project);
         caller.is_exempt_from_rules()
             || (!caller.needs_allowing_rule() || caller.may_read_all_calls())

@@ -128,8 +128,12 @@ impl CredentialVerifier {
     }
 
     /// Checks that work of a caller may go on without a request: its key or session token was not
-    /// revoked, and its key has not expired. A caller without a key passes.
+    /// revoked, and its key has not expired. A caller without a key passes. The same must hold for
+    /// every caller that handed the work to it.
     pub(crate) fn check_work(&self, caller: &Caller) -> Result<(), WorkEnd> {
+        if let Some(above) = caller.caller_above() {
+            self.check_work(&above)?;
+        }
         if caller.auth_method != AuthMethod::Key || caller.attributes.credential.is_none() {
             return Ok(());
         }

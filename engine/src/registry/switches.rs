@@ -18,7 +18,10 @@ const MAX_REASON_BYTES: usize = 1_000;
 impl Catalog {
     /// Refuses a caller that is switched off, by itself or with its project.
     pub(crate) fn check_caller_is_on(&self, caller: &Caller) -> Result<(), Fault> {
-        let switch = self.switches().find_for_agent(&caller.project, &caller.agent);
+        let above = caller.attributes.callers_above().map(|above| &above.agent);
+        let mut agents = std::iter::once(&caller.agent).chain(above);
+        let switch =
+            agents.find_map(|agent| self.switches().find_for_agent(&caller.project, agent));
         switch.map_or(Ok(()), |switch| Err(switch.to_fault()))
     }
 }

@@ -123,7 +123,7 @@ impl Utp {
             }
         };
         let request = command.to_request(&route, turn.as_ref(), args);
-        let agent = Caller { agent: command.agent_id.clone(), ..caller.clone() };
+        let agent = self.acting_agent(caller, &command.agent_id, turn.as_ref()).await?;
         // A call that an earlier delivery started is not refused: it may be executing.
         if let Some(fault) = self.find_roster_fault(caller, &command)
             && self.find_started(&agent, &request).await?.is_none()

@@ -4,6 +4,7 @@ mod budgets;
 mod definitions;
 mod ends;
 mod loops;
+mod worker_rights;
 mod workers;
 
 use std::sync::Arc;

@@ -171,6 +171,7 @@ fn read_caller(settings: &OauthSettings, claims: &Map<String, Value>) -> Option<
         environment: read_name(claims, &settings.environment_claim)?,
         tools: read_list(claims, &settings.tools_claim)?,
         credential: None,
+        on_behalf_of: None,
     };
     let is_name = |group: &String| check_attribute_name("groups", group).is_ok();
     let is_pattern = |pattern: &String| check_pattern(pattern).is_ok();

@@ -124,10 +124,16 @@ impl ApprovalRequester {
     /// Returns true if a call of the other requester may use a standing approval of this one: no
     /// standing approval is shared between agents, users or sessions.
     pub fn covers(&self, other: &Self) -> bool {
-        self.agent == other.agent
-            && self.attributes.user == other.attributes.user
-            && self.attributes.session == other.attributes.session
-            && self.attributes.environment == other.attributes.environment
+        fn same(one: &CallerAttributes, other: &CallerAttributes) -> bool {
+            (&one.user, &one.session, &one.environment)
+                == (&other.user, &other.session, &other.environment)
+        }
+        let (own, others) = (&self.attributes, &other.attributes);
+        let same_above = own.callers_above().count() == others.callers_above().count()
+            && own.callers_above().zip(others.callers_above()).all(|(one, other)| {
+                one.agent == other.agent && same(&one.attributes, &other.attributes)
+            });
+        self.agent == other.agent && same(own, others) && same_above
     }
 }
 

@@ -181,7 +181,8 @@ impl ApiKey {
     pub fn caller_attributes(&self) -> CallerAttributes {
         let KeyAttributes { groups, user, environment, tools, .. } = self.attributes.clone();
         let credential = Some(self.id.clone());
-        CallerAttributes { groups, user, session: None, environment, tools, credential }
+        let none = CallerAttributes::default();
+        CallerAttributes { groups, user, environment, tools, credential, ..none }
     }
 
     /// Returns the roles of session tokens that are made from this key. A token calls tools if the
@@ -286,6 +287,7 @@ impl SessionToken {
             environment: of_key.environment,
             tools: own.tools.or(of_key.tools),
             credential: Some(self.id.clone()),
+            on_behalf_of: None,
         }
     }
 }

@@ -278,6 +278,29 @@ impl Utp {
         (call.project == turn.project && !call.status.is_terminal()).then_some(call)
     }
 
+    /// Returns an agent as it calls tools in a turn. In a turn that a call handed over, the agent acts
+    /// on behalf of that call's caller, so it never does what its caller may not do.
+    pub(crate) async fn acting_agent(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn: Option<&Turn>,
+    ) -> Result<Caller, Error> {
+        let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
+        let Some(delegation) = turn.and_then(|turn| turn.delegation.as_deref()) else {
+            return Ok(agent);
+        };
+        let call = match delegation.call_id.parse() {
+            Ok(id) => self.cards.find_call(&caller.project, &id).await?,
+            Err(_) => None,
+        };
+        let Some(call) = call else {
+            let message = "the call that handed this turn over is not stored any more";
+            return Err(Fault::new(Code::Conflict, message).without_side_effect().into());
+        };
+        Ok(agent.on_behalf_of(&call.caller()))
+    }
+
     /// Charges one call of a turn against the budget that it draws from, or returns the fault if
     /// the budget is used up. A call that has started is charged in any case. A turn that no open
     /// call handed over has no budget.

@@ -134,7 +134,7 @@ impl Utp {
         out.retain(|call| call.epoch == turn.epoch);
         let (stored, others) = out.into_iter().partition(|call| call.step_id == step_id);
         let (stored, mut out): (Vec<StepCall>, Vec<StepCall>) = (stored, others);
-        let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
+        let agent = self.acting_agent(caller, agent_id, Some(&turn)).await?;
         let inbox_open = self.has_unread_results(&turn, &out).await?;
         let sent = request.calls.iter().map(|call| {
             let route = build_route(&turn, &step_id, call);

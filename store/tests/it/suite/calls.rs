@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::json as value;
 use toolcrib::domain::call::elicitation::Elicitation;
 use toolcrib::domain::call::{Call, FailedAttempt, Hold, Origin, Status, Target};
-use toolcrib::domain::caller::{AuthMethod, CallerAttributes, Role};
+use toolcrib::domain::caller::{AuthMethod, CallerAttributes, DelegatingCaller, Role};
 use toolcrib::domain::event::EventKind;
 use toolcrib::domain::fault::{Code, Fault};
 use toolcrib::domain::retry::Backoff;
@@ -33,6 +33,10 @@ fn full_call() -> Call {
                 environment: Some("production".into()),
                 tools: Some(vec!["weather.*".into()]),
                 credential: Some("key_1".into()),
+                on_behalf_of: Some(Box::new(DelegatingCaller {
+                    agent: "gw".into(),
+                    ..DelegatingCaller::default()
+                })),
             }),
             caller_call_id: Some("call_1".into()),
             client_id: Some("laptop".into()),
