@@ -8,12 +8,13 @@ use parking_lot::Mutex;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use crate::domain::agent::CardBox;
+use crate::domain::agent::{CardBox, agent_tool_name};
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::id::hex;
 use crate::ports::core::{Core, from_store_error};
 use crate::utp::cards::Cards;
+use crate::utp::turns::delegated::turn_id_of;
 
 /// Maximum number of cards in one box, without those that it inherits.
 const MAX_CARDS: usize = 1_000;
@@ -110,11 +111,14 @@ impl Boxes {
             })?;
         }
         for (n, parent_id) in parent_ids.iter().enumerate() {
-            if self.find_box(&caller.project, parent_id).await?.is_none() {
-                let excerpt: String = parent_id.chars().take(80).collect();
-                let message = format!("there is no box \"{excerpt}\"");
-                return Err(invalid(&format!("parent_ids/{n}"), message));
-            }
+            self.card_box(caller, parent_id).await.map_err(|error| match error.code() {
+                Code::NotFound => {
+                    let excerpt: String = parent_id.chars().take(80).collect();
+                    let message = format!("there is no box \"{excerpt}\"");
+                    invalid(&format!("parent_ids/{n}"), message)
+                }
+                _ => error,
+            })?;
         }
         self.check_total(&caller.project, &card_ids, &parent_ids).await?;
         let _reservation = self.reserve_box(&caller.project).await?;
@@ -180,33 +184,70 @@ impl Boxes {
         Ok(())
     }
 
-    /// Returns a box and the ids of all its cards in order, inherited ones first.
+    /// Returns a box and the ids of its cards that the caller may read in order, inherited ones
+    /// first. A box of which the caller may read no card is answered like one that does not exist.
     pub async fn card_box(
         &self,
         caller: &Caller,
         box_id: &str,
     ) -> Result<(CardBox, Vec<String>), Error> {
         let found = self.find_box(&caller.project, box_id).await?;
-        let found = found.ok_or_else(|| box_not_found(box_id))?;
-        let card_ids = self.box_card_ids(&caller.project, box_id).await?;
+        let mut found = found.ok_or_else(|| box_not_found(box_id))?;
+        let all = self.collect_cards(&caller.project, vec![box_id.to_owned()]).await?.0;
+        let mut readers: Vec<Caller> =
+            std::iter::successors(Some(caller.clone()), Caller::caller_above).collect();
+        let mut card_ids = self.select_readable(&readers, &all).await?;
+        if card_ids.len() < all.len() {
+            readers.extend(self.find_handing_callers(caller, box_id).await?);
+            card_ids = self.select_readable(&readers, &all).await?;
+        }
+        if card_ids.is_empty() && !all.is_empty() {
+            return Err(box_not_found(box_id));
+        }
+        found.card_ids.retain(|card_id| card_ids.contains(card_id));
         Ok((found, card_ids))
     }
 
-    pub(crate) async fn find_box(
+    /// Returns those of the cards that one of these callers may read.
+    async fn select_readable(
         &self,
-        project: &str,
-        box_id: &str,
-    ) -> Result<Option<CardBox>, Error> {
-        self.core.store.agents().card_box(project, box_id).await.map_err(from_store_error)
+        readers: &[Caller],
+        card_ids: &[String],
+    ) -> Result<Vec<String>, Error> {
+        let mut readable = Vec::with_capacity(card_ids.len());
+        for card_id in card_ids {
+            if self.cards.is_readable(readers, card_id).await? {
+                readable.push(card_id.clone());
+            }
+        }
+        Ok(readable)
     }
 
-    /// Returns the ids of a box's cards in order, those of its parents first, each once.
-    pub(crate) async fn box_card_ids(
+    /// Returns the callers whose open calls hand this box to the agent that asks for it.
+    async fn find_handing_callers(
         &self,
-        project: &str,
+        caller: &Caller,
         box_id: &str,
-    ) -> Result<Vec<String>, Error> {
-        Ok(self.collect_cards(project, vec![box_id.to_owned()]).await?.0)
+    ) -> Result<Vec<Caller>, Error> {
+        let name = agent_tool_name(&caller.agent);
+        let mut callers = Vec::new();
+        for call in self.cards.dispatcher.open_calls.all().iter().map(|entry| entry.call()) {
+            if call.project != caller.project || call.target.tool != name {
+                continue;
+            }
+            let turn_id = turn_id_of(&call.id, call.attempt);
+            let turn = self.core.store.utp().turn(&call.project, &turn_id).await;
+            let handed = turn.map_err(from_store_error)?.and_then(|turn| turn.context_box_id);
+            if handed.as_deref() == Some(box_id) {
+                let first = Some(call.caller());
+                callers.extend(std::iter::successors(first, Caller::caller_above));
+            }
+        }
+        Ok(callers)
+    }
+
+    async fn find_box(&self, project: &str, box_id: &str) -> Result<Option<CardBox>, Error> {
+        self.core.store.agents().card_box(project, box_id).await.map_err(from_store_error)
     }
 
     /// Returns the ids of the cards of these boxes in order, those of their parents first, each
@@ -245,7 +286,7 @@ impl Boxes {
 }
 
 /// Builds the refusal for a box that does not exist.
-pub(crate) fn box_not_found(box_id: &str) -> Error {
+fn box_not_found(box_id: &str) -> Error {
     let excerpt: String = box_id.chars().take(80).collect();
     let message = format!("there is no box \"{excerpt}\"");
     Error::not_found(message, "POST /v1/boxes creates a box")

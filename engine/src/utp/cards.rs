@@ -61,6 +61,25 @@ impl Cards {
         self.find_card(&caller.project, card_id).await?.ok_or_else(not_found)
     }
 
+    /// Returns true if one of these callers may read a card, as far as that is stored: the card of a
+    /// call that exists no longer shows nothing.
+    pub(crate) async fn is_readable(
+        &self,
+        readers: &[Caller],
+        card_id: &str,
+    ) -> Result<bool, Error> {
+        let Some((id, _)) = card::parse_derived_id(card_id) else { return Ok(true) };
+        let Some(project) = readers.first().map(|reader| &reader.project) else {
+            return Ok(false);
+        };
+        if readers.iter().any(Caller::may_provide) {
+            return Ok(true);
+        }
+        let Some(call) = self.find_call(project, &id).await? else { return Ok(true) };
+        let catalog = self.registry.catalog();
+        Ok(readers.iter().any(|reader| catalog.may_read_call(reader, &call)))
+    }
+
     /// Returns the cards of a call: its call card and, once it has ended, its result card.
     pub async fn call_cards(&self, caller: &Caller, id: &CallId) -> Result<Vec<Card>, Error> {
         let call = self.calls.call(caller, id).await?;

@@ -1,5 +1,6 @@
 //! Tests of agents as tools: runs of their own, results, budgets, trees and restarts.
 
+mod boxes;
 mod budgets;
 mod definitions;
 mod ends;

@@ -5,9 +5,8 @@ use serde_json::{Value, json};
 use crate::domain::agent::{AgentDefinition, ResultField};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
-use crate::domain::fault::Error;
+use crate::domain::fault::{Code, Error};
 use crate::utp::Utp;
-use crate::utp::boxes::box_not_found;
 use crate::utp::lineage::CallLineage;
 
 /// Maximum size of the text that shows the cards of a box; cards beyond it are listed by id.
@@ -21,23 +20,20 @@ pub(super) async fn resolve_box(
 ) -> Result<Option<String>, Error> {
     let args = call.target.args.to_value();
     if let Some(box_id) = args.get("context_box_id").and_then(Value::as_str) {
-        let found = utp.boxes.find_box(&call.project, box_id).await?;
-        return found.map(|found| Some(found.box_id)).ok_or_else(|| box_not_found(box_id));
+        return Ok(Some(utp.boxes.card_box(&call.caller(), box_id).await?.0.box_id));
     }
     // A turn passes its `context_box_id` on unchecked, so there may be no box with this id.
-    match above.context_box_id() {
-        Some(box_id) => {
-            let found = utp.boxes.find_box(&call.project, box_id).await?;
-            Ok(found.map(|found| found.box_id))
-        }
-        None => Ok(None),
+    let Some(box_id) = above.context_box_id() else { return Ok(None) };
+    match utp.boxes.card_box(&call.caller(), box_id).await {
+        Ok((found, _)) => Ok(Some(found.box_id)),
+        Err(error) if error.code() == Code::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
 /// Returns the message that shows a model the cards of a box.
 pub(crate) async fn box_message(utp: &Utp, caller: &Caller, box_id: &str) -> Result<Value, Error> {
-    utp.boxes.card_box(caller, box_id).await?;
-    let text = describe_box(utp, &caller.project, box_id).await?;
+    let text = describe_box(utp, caller, box_id).await?;
     Ok(json!({ "role": "system", "content": text.trim_start() }))
 }
 
@@ -60,7 +56,7 @@ pub(super) async fn agent_messages(
         Some(other) => task.push_str(&format!("\n\nContext:\n{other}")),
     }
     if let Some(box_id) = context_box_id {
-        task.push_str(&describe_box(utp, &call.project, box_id).await?);
+        task.push_str(&describe_box(utp, &call.caller(), box_id).await?);
     }
     let mut messages = Vec::with_capacity(2);
     if !system.trim().is_empty() {
@@ -70,12 +66,12 @@ pub(super) async fn agent_messages(
     Ok(messages)
 }
 
-/// Returns the cards of a box as text.
-async fn describe_box(utp: &Utp, project: &str, box_id: &str) -> Result<String, Error> {
+/// Returns the cards of a box that the caller may read, as text.
+async fn describe_box(utp: &Utp, caller: &Caller, box_id: &str) -> Result<String, Error> {
     let mut text = format!("\n\nCards of the box {box_id}:");
     let mut omitted = Vec::new();
-    for card_id in utp.boxes.box_card_ids(project, box_id).await? {
-        let Some(card) = utp.cards.find_card(project, &card_id).await? else { continue };
+    for card_id in utp.boxes.card_box(caller, box_id).await?.1 {
+        let Some(card) = utp.cards.find_card(&caller.project, &card_id).await? else { continue };
         let content = Value::Object(card.content);
         let line = format!("\n[{card_id}, {} of {}] {content}", card.kind, card.author_id);
         match text.len() + line.len() <= MAX_CARD_BYTES {
