@@ -13,6 +13,7 @@ use crate::domain::fault::Error;
 use crate::domain::utp::{DEFAULT_CHANNEL, InboxItem, OutboxMessage};
 use crate::ports::core::from_store_error;
 use crate::utp::Utp;
+use crate::utp::wakeups::WakeReason;
 
 const PASS_INTERVAL: Duration = Duration::from_secs(5);
 const PAGE_SIZE: usize = 200;
@@ -126,7 +127,7 @@ async fn send_due_wakeups(
     };
     let mut messages = Vec::new();
     for item in due {
-        utp.wakeups.queue(&item.project, &item.agent_id);
+        utp.wakeups.queue(&item.project, &item.agent_id, WakeReason::StillUnread);
         let turn = utp.core.store.utp().turn(&item.project, &item.turn_id).await;
         let turn = turn.map_err(from_store_error)?;
         let channel = turn.as_ref().map_or(DEFAULT_CHANNEL, |turn| turn.channel.as_str());

@@ -40,7 +40,7 @@ pub struct WakeupMessage {
     pub project: String,
     /// Id of the agent.
     pub agent_id: String,
-    /// Id of the first unread item.
+    /// Id of the item that is announced.
     pub inbox_id: String,
     /// Type of that item: `turn`, `tool_result`, `timeout` or `stop`.
     pub reason: String,

@@ -16,6 +16,7 @@ use crate::ports::bus::Topic;
 use crate::ports::core::from_store_error;
 use crate::ports::store::utp::InboxPutResult;
 use crate::utp::Utp;
+use crate::utp::wakeups::WakeReason;
 
 /// Interval at which a waiter polls the store when no wakeup arrives.
 const INBOX_POLL_MS: u64 = 2_000;
@@ -140,7 +141,7 @@ impl Utp {
 
     pub(crate) fn wake_inbox_listeners(&self, project: &str, agent_id: &str, wakes: bool) {
         let (project, agent) = (project.to_owned(), agent_id.to_owned());
-        self.wakeups.queue(&project, &agent);
+        self.wakeups.queue(&project, &agent, WakeReason::NewItems);
         self.core.bus.wake(&Topic::Inbox { project, agent });
         if wakes {
             self.core.bus.wake(&Topic::Outbox);

@@ -1,7 +1,8 @@
-//! Wakeups by webhook: tell the receiver of an agent that an item waits in the agent's inbox. The
-//! inbox is the truth: a wakeup that is lost is repeated while the item is unread.
+//! Wakeups by webhook: tell the receiver of an agent that an item waits in the agent's inbox, once
+//! for each new item. The inbox is the truth: while it has unread items, the oldest is announced
+//! again.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -16,24 +17,42 @@ use crate::registry::Registry;
 /// A project and an agent.
 type AgentKey = (String, String);
 
+/// Maximum number of unread items of an agent to search for new ones.
+const MAX_UNREAD_ITEMS: usize = 1_000;
+
+/// The reason to wake an agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WakeReason {
+    /// Its inbox may have new items: each of them is announced.
+    NewItems,
+    /// Its inbox has had unread items for some time: without a new item, the oldest is announced.
+    StillUnread,
+}
+
 /// The agents that have to be woken by webhook.
 pub(crate) struct WebhookWakeups {
     core: Arc<Core>,
     registry: Arc<Registry>,
-    due: Mutex<HashSet<AgentKey>>,
+    due: Mutex<HashMap<AgentKey, WakeReason>>,
     signal: Notify,
+    /// Ids of the unread items that this process has announced, or is announcing.
+    announced: Mutex<HashMap<AgentKey, HashSet<String>>>,
+    /// Time of the start, in Unix milliseconds. Older items are not new.
+    started_ms: u64,
 }
 
 impl WebhookWakeups {
     /// Creates an empty queue.
     pub(crate) fn new(core: Arc<Core>, registry: Arc<Registry>) -> Self {
-        Self { core, registry, due: Mutex::default(), signal: Notify::new() }
+        let started_ms = core.clock.wall_ms();
+        let (due, announced) = (Mutex::default(), Mutex::default());
+        Self { core, registry, due, signal: Notify::new(), announced, started_ms }
     }
 
     /// Returns the agents in the queue, and empties it. Waits until there is one.
-    pub(crate) async fn take_due(&self) -> Vec<AgentKey> {
+    pub(crate) async fn take_due(&self) -> Vec<(AgentKey, WakeReason)> {
         loop {
-            let due: Vec<AgentKey> = self.due.lock().drain().collect();
+            let due: Vec<(AgentKey, WakeReason)> = self.due.lock().drain().collect();
             if !due.is_empty() {
                 return due;
             }
@@ -56,27 +75,80 @@ impl WebhookWakeups {
     }
 
     /// Wakes an agent by webhook, if it has a URL.
-    pub(crate) fn queue(&self, project: &str, agent_id: &str) {
+    pub(crate) fn queue(&self, project: &str, agent_id: &str, reason: WakeReason) {
         if self.wakeup_url(project, agent_id).is_some() {
-            self.due.lock().insert((project.to_owned(), agent_id.to_owned()));
+            let key = (project.to_owned(), agent_id.to_owned());
+            let mut due = self.due.lock();
+            let queued = due.entry(key).or_insert(reason);
+            if reason == WakeReason::StillUnread {
+                *queued = reason;
+            }
             self.signal.notify_one();
         }
     }
 
-    /// Makes one attempt to wake an agent. Returns true if no other attempt is needed: its receiver
-    /// accepted the wakeup, its inbox is empty, or it has no URL.
-    pub(crate) async fn send(&self, project: &str, agent_id: &str) -> Result<bool, Error> {
+    /// Makes one attempt to announce an agent's items. Returns true if no other attempt is needed:
+    /// the receiver accepted the wakeups, there is nothing to announce, or the agent has no URL.
+    pub(crate) async fn send(
+        &self,
+        project: &str,
+        agent_id: &str,
+        reason: WakeReason,
+    ) -> Result<bool, Error> {
         let Some(url) = self.wakeup_url(project, agent_id) else { return Ok(true) };
-        let Some(sender) = self.core.webhook_sender.clone() else { return Ok(true) };
-        let unread = self.core.store.utp().inbox(project, agent_id, 1).await;
-        let Some(item) = unread.map_err(from_store_error)?.into_iter().next() else {
-            return Ok(true);
-        };
-        let InboxItem { inbox_id, message_type, turn_id, .. } = item;
+        let unread = self.core.store.utp().inbox(project, agent_id, MAX_UNREAD_ITEMS).await;
+        let unread = unread.map_err(from_store_error)?;
+        let oldest = unread.first().filter(|_| reason == WakeReason::StillUnread).cloned();
+        let key = (project.to_owned(), agent_id.to_owned());
+        let mut items = self.claim_new_items(&key, unread);
+        if items.is_empty() {
+            items.extend(oldest);
+        }
+        let mut items = items.into_iter();
+        while let Some(item) = items.next() {
+            let inbox_id = item.inbox_id.clone();
+            if !self.send_item(&url, item).await {
+                let failed = std::iter::once(inbox_id).chain(items.map(|item| item.inbox_id));
+                self.release_items(&key, failed);
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns the items that were not announced before, in order, and records that they are.
+    fn claim_new_items(&self, key: &AgentKey, mut unread: Vec<InboxItem>) -> Vec<InboxItem> {
+        let mut announced = self.announced.lock();
+        if unread.is_empty() {
+            announced.remove(key);
+            return unread;
+        }
+        let known = announced.entry(key.clone()).or_default();
+        let ids: HashSet<&str> = unread.iter().map(|item| item.inbox_id.as_str()).collect();
+        known.retain(|id| ids.contains(id.as_str()));
+        unread.retain(|item| {
+            item.created_ms >= self.started_ms && known.insert(item.inbox_id.clone())
+        });
+        unread
+    }
+
+    /// Records that these items have still to be announced.
+    fn release_items(&self, key: &AgentKey, inbox_ids: impl Iterator<Item = String>) {
+        let mut announced = self.announced.lock();
+        let Some(known) = announced.get_mut(key) else { return };
+        for id in inbox_ids {
+            known.remove(&id);
+        }
+    }
+
+    /// Announces one item. Returns true if the receiver accepted the wakeup.
+    async fn send_item(&self, url: &str, item: InboxItem) -> bool {
+        let Some(sender) = self.core.webhook_sender.clone() else { return true };
+        let InboxItem { project, agent_id, inbox_id, message_type, turn_id, .. } = item;
         let message = WakeupMessage {
-            url,
-            project: project.to_owned(),
-            agent_id: agent_id.to_owned(),
+            url: url.to_owned(),
+            project,
+            agent_id: agent_id.clone(),
             inbox_id,
             reason: message_type,
             turn_id,
@@ -89,6 +161,6 @@ impl WebhookWakeups {
         if !is_delivered {
             tracing::warn!(agent = agent_id, result = ?response.result, "agent not woken");
         }
-        Ok(is_delivered)
+        is_delivered
     }
 }

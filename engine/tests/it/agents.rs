@@ -5,6 +5,7 @@ mod budgets;
 mod definitions;
 mod ends;
 mod loops;
+mod wakeups;
 mod worker_rights;
 mod workers;
 

@@ -42,6 +42,31 @@ async fn a_worker_is_woken_by_a_signed_webhook_and_answers_the_call() {
 }
 
 #[tokio::test]
+async fn each_new_item_has_a_wakeup_with_its_own_id_and_turn() {
+    let fixture = Fixture::start().await;
+    let receiver = Receiver::answering([]).await;
+    fixture.api.put("/v1/agents/w", worker(&receiver.url)).await.is(200);
+    for run in ["r1", "r2", "r3"] {
+        let body = json!({ "run_id": run, "args": { "instruction": run } });
+        fixture.api.post("/v1/tools/agent.w/invoke", body).await;
+    }
+    let ids = |data: &Value, turn: &Value| (data["inbox_id"].to_string(), turn.to_string());
+    let messages = receiver.received(3).await;
+    let mut woken: Vec<(String, String)> = messages
+        .iter()
+        .map(|message| message.json()["data"].clone())
+        .map(|data| ids(&data, &data["metadata"]["agent_turn_id"]))
+        .collect();
+    let inbox = fixture.api.get("/v1/agents/w/inbox").await.is(200);
+    let items = inbox["items"].as_array().unwrap();
+    let mut waiting: Vec<(String, String)> =
+        items.iter().map(|item| ids(item, &item["payload"]["agent_turn_id"])).collect();
+    woken.sort();
+    waiting.sort();
+    assert_eq!(woken, waiting);
+}
+
+#[tokio::test]
 async fn a_wakeup_url_is_checked_when_the_agent_is_defined() {
     let fixture = Fixture::start().await;
     for url in ["http://10.0.0.1/x", "ftp://127.0.0.1/x", "no url"] {
