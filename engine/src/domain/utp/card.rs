@@ -299,6 +299,10 @@ impl Card {
 /// too coarse.
 const CODE_IN_DETAIL: &str = "toolcrib_code";
 
+/// Field of an error's detail that is `none` if the tool was not started, so that the call had no
+/// side effect.
+const SIDE_EFFECT_IN_DETAIL: &str = "toolcrib_side_effect";
+
 /// Converts a UTP error to a fault. The detail keeps a code that Toolcrib does not have.
 pub fn fault_from_error(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
@@ -319,6 +323,13 @@ pub fn fault_from_error(error: Option<&Value>) -> Fault {
         if let Some(Value::Object(fields)) = &mut detail {
             fields.remove(CODE_IN_DETAIL);
         }
+        detail = detail.filter(|detail| detail.as_object().is_none_or(|fields| !fields.is_empty()));
+    }
+    if let Some(Value::Object(fields)) = &mut detail
+        && fields.get(SIDE_EFFECT_IN_DETAIL).and_then(Value::as_str) == Some("none")
+    {
+        fault = fault.without_side_effect();
+        fields.remove(SIDE_EFFECT_IN_DETAIL);
         detail = detail.filter(|detail| detail.as_object().is_none_or(|fields| !fields.is_empty()));
     }
     match (Code::parse(code), detail) {
@@ -391,6 +402,7 @@ pub fn into_map(value: Value) -> Map<String, Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::domain::fault::SideEffect;
 
     #[test]
     fn an_unknown_outcome_is_read_back_as_one() {
@@ -401,6 +413,16 @@ mod tests {
             assert_eq!(error["detail"]["toolcrib_code"], "OUTCOME_UNKNOWN");
             assert_eq!(fault_from_error(Some(&error)), fault);
         }
+    }
+
+    #[test]
+    fn a_tool_that_was_not_started_had_no_side_effect() {
+        let detail = json!({ "toolcrib_side_effect": "none" });
+        let error = json!({ "code": "not_found", "message": "no such tool", "detail": detail });
+        let fault = fault_from_error(Some(&error));
+        assert_eq!((fault.side_effect, fault.detail), (SideEffect::None, None));
+        let error = json!({ "code": "not_found", "message": "no such order" });
+        assert_eq!(fault_from_error(Some(&error)).side_effect, SideEffect::Possible);
     }
 
     #[test]

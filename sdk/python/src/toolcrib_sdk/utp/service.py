@@ -422,7 +422,11 @@ class Service:
             )
         handler = self._tools.get(tool_name)
         if handler is None:
-            raise NotFound(f'this service has no tool "{tool_name}"')
+            raise NotFound(
+                f'this service has no tool "{tool_name}"',
+                # Toolcrib adds no warning that an irreversible tool may have taken effect.
+                detail={"toolcrib_side_effect": "none"},
+            )
         call = command.to_call(tool_name, card.metadata)
         args = dict(card.content.arguments or {})
         try:
