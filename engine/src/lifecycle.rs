@@ -147,6 +147,11 @@ pub enum Event {
     },
     /// The clock reached the call's deadline.
     Deadline,
+    /// The clock reached the call's deadline, and a report on the call was refused.
+    DeadlineAfterReport {
+        /// The reason of the refusal.
+        refusal: String,
+    },
     /// The clock reached the end of the attempt's time.
     AttemptDeadline {
         /// Number of the attempt.
@@ -279,7 +284,8 @@ fn decide(call: &Call, event: &Event, now_ms: u64) -> Result<Transition, Refusal
         }
         Event::ApprovalWaived { approval_id } => waive_approval(call, approval_id, now_ms),
         Event::ReplacementEnded { status, outcome } => end_replaced(call, *status, outcome, now_ms),
-        Event::Deadline => time_out(call, now_ms),
+        Event::Deadline => time_out(call, None, now_ms),
+        Event::DeadlineAfterReport { refusal } => time_out(call, Some(refusal), now_ms),
         Event::AttemptDeadline { attempt, delivered_ms } => {
             time_out_attempt(call, *attempt, *delivered_ms, now_ms)
         }

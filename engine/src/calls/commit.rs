@@ -13,7 +13,7 @@ use crate::calls::Dispatcher;
 use crate::calls::observer::AttemptEnd;
 use crate::calls::open_calls::OpenCall;
 use crate::domain::call::{Call, Hold};
-use crate::domain::event::{EventKind, EventRecord};
+use crate::domain::event::{CallEvent, EventKind, EventRecord};
 use crate::domain::fault::{Code, Error};
 use crate::domain::id::CallId;
 use crate::lifecycle::{self, Action, Event, Refusal};
@@ -225,15 +225,24 @@ impl Dispatcher {
         call: &Call,
         kind: EventKind,
     ) -> Result<usize, Error> {
+        let events = self.stored_events(call).await?;
+        Ok(events.iter().filter(|event| event.record.kind == kind).count())
+    }
+
+    /// Returns the reason why the last report on an open call was refused, if there was one.
+    pub(crate) async fn find_refused_report(&self, call: &Call) -> Result<Option<String>, Error> {
+        let events = self.stored_events(call).await?;
+        let ignored = |event: &&CallEvent| event.record.kind == EventKind::ReportIgnored;
+        let reason =
+            events.iter().rev().find(ignored).and_then(|event| event.record.data.get("why"));
+        Ok(reason.and_then(|reason| reason.as_str()).map(str::to_owned))
+    }
+
+    async fn stored_events(&self, call: &Call) -> Result<Vec<CallEvent>, Error> {
         let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
         let other_events = self.core.limits.max_progress_events as usize + 1_000;
-        let events = self
-            .core
-            .store
-            .events(scope, 0, MAX_LATE_EVENTS + other_events)
-            .await
-            .map_err(from_store_error)?;
-        Ok(events.iter().filter(|event| event.record.kind == kind).count())
+        let events = self.core.store.events(scope, 0, MAX_LATE_EVENTS + other_events).await;
+        events.map_err(from_store_error)
     }
 
     /// Releases the slot of an attempt that is no longer in flight, and tells its source to release

@@ -157,7 +157,9 @@ fn cases_of(event: &Event) -> &'static [Case] {
         },
         Event::ApprovalWaived { .. } => &[Case::Waived],
         Event::ReplacementEnded { .. } => &[Case::ReplacementEnded],
-        Event::Deadline => &[Case::DeadlineEarly, Case::DeadlineDue],
+        Event::Deadline | Event::DeadlineAfterReport { .. } => {
+            &[Case::DeadlineEarly, Case::DeadlineDue]
+        }
         Event::AttemptDeadline { .. } => &[
             Case::AttemptDeadlineEarly,
             Case::AttemptDeadlineDue,

@@ -138,8 +138,41 @@ pub(super) fn time_out_attempt(
     Ok(step)
 }
 
-/// Ends a call whose deadline has passed.
-pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> {
+/// Describes the end of a call that no executor acknowledged.
+fn describe_unacknowledged(call: &Call, allowed_ms: u64, refused_report: Option<&str>) -> String {
+    let unsure = call.may_have_begun() && call.target.effect == Effect::Irreversible;
+    let tool = &call.target.tool;
+    if let Some(reason) = refused_report {
+        let may = if unsure { format!("; {MAY_HAVE_HAPPENED}") } else { String::new() };
+        return format!(
+            "{tool} did not answer within {allowed_ms} ms: the report on it was refused: {reason}{may}"
+        );
+    }
+    let question = call.target.executor.availability_question();
+    // A client always acknowledges a call before it starts. A tool service need not: it may have
+    // read the card in the database, or be about to report.
+    let observed = match call.target.traits.needs_command {
+        true => format!(
+            "{tool} did not answer within {allowed_ms} ms, and no tool service announced that it \
+             took the call"
+        ),
+        false => format!("no executor took {tool} within {allowed_ms} ms"),
+    };
+    let may = match unsure {
+        true => format!("{IF_TAKEN} {MAY_HAVE_HAPPENED}"),
+        // A client that has not begun to continue may have begun before it asked.
+        false => effect_warning(call),
+    };
+    format!("{observed}: {question}?{may}")
+}
+
+/// Ends a call whose deadline has passed. `refused_report` says why the last report on it was
+/// refused, if there was one.
+pub(super) fn time_out(
+    call: &Call,
+    refused_report: Option<&str>,
+    now_ms: u64,
+) -> Result<Transition, Refusal> {
     let approval_ms = match call.hold {
         Some(Hold::Approval { expires_ms, .. }) => Some(expires_ms),
         _ => None,
@@ -162,25 +195,8 @@ pub(super) fn time_out(call: &Call, now_ms: u64) -> Result<Transition, Refusal> 
             call.target.tool,
             effect_warning(call)
         ),
-        (_, Some(Hold::Unacknowledged), effect) => {
-            let question = call.target.executor.availability_question();
-            let unsure = call.may_have_begun() && effect == Effect::Irreversible;
-            let tool = &call.target.tool;
-            // A client always acknowledges a call before it starts. A tool service need not: it may
-            // have read the card in the database, or be about to report.
-            let observed = match call.target.traits.needs_command {
-                true => format!(
-                    "{tool} did not answer within {allowed_ms} ms, and no tool service announced \
-                     that it took the call"
-                ),
-                false => format!("no executor took {tool} within {allowed_ms} ms"),
-            };
-            let may = match unsure {
-                true => format!("{IF_TAKEN} {MAY_HAVE_HAPPENED}"),
-                // A client that has not begun to continue may have begun before it asked.
-                false => effect_warning(call),
-            };
-            format!("{observed}: {question}?{may}")
+        (_, Some(Hold::Unacknowledged), _) => {
+            describe_unacknowledged(call, allowed_ms, refused_report)
         }
         (_, Some(Hold::Input { .. }), _) => format!(
             "{} requested input and got no answer within {} ms; it does not continue{}",

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::calls::Calls;
 use crate::domain::call::{Call, Hold};
+use crate::domain::tool::Executor;
 use crate::lifecycle::Event;
 
 /// Maximum sleep. It bounds the time until a change of the system time is noticed.
@@ -40,6 +41,24 @@ fn due_event(calls: &Arc<Calls>, call: &Call, wall_ms: u64, wall_offset_ms: i64)
             Event::PredecessorExtended { deadline_ms }
         }
         _ => Event::Deadline,
+    }
+}
+
+/// Adds the refusal of the last report to the end of a call that no tool service acknowledged:
+/// otherwise the call would end as if there had been no report.
+async fn with_refused_report(calls: &Arc<Calls>, call: &Call, event: Event) -> Event {
+    let is_unacknowledged =
+        call.hold == Some(Hold::Unacknowledged) && call.target.executor == Executor::UTP;
+    if event != Event::Deadline || !is_unacknowledged {
+        return event;
+    }
+    match calls.dispatcher.find_refused_report(call).await {
+        Ok(Some(refusal)) => Event::DeadlineAfterReport { refusal },
+        Ok(None) => event,
+        Err(error) => {
+            tracing::warn!(call = %call.id, %error, "refused reports not read");
+            event
+        }
     }
 }
 
@@ -84,6 +103,7 @@ pub async fn run_once(calls: &Arc<Calls>) -> usize {
                 }
                 _ => {
                     let event = due_event(calls, &call, wall_ms, wall_offset_ms);
+                    let event = Box::pin(with_refused_report(calls, &call, event)).await;
                     calls.dispatcher.advance_with_retry(&call.project, &id, event).await;
                 }
             }

@@ -109,13 +109,15 @@ impl Utp {
             self.apply_report(&call, &report, Err(fault.clone())).await?;
             return Err(ReportRejection { dead_letter_reason: None, error: fault.into() });
         }
-        let card_id = check_card_id(&report)?;
-        let (status, expected) = self.validate_report_fields(&call, &report).await?;
-        let card = match self.derive_result_card(&call, &report)? {
-            Some(card) => card,
-            None => self.load_reported_card(caller, &call, &report, (card_id, status)).await?,
-        };
-        check_card(&card, &route, status)?;
+        let checked = self.check_report(caller, &call, &route, &report).await;
+        if let Err(rejection) = &checked
+            && !matches!(rejection.error.code(), Code::Overloaded | Code::Internal)
+        {
+            // Until its deadline, the call can still get a report that is right.
+            let reason = rejection.error.to_string();
+            self.record_refused_report(&call, &reason, &report).await?;
+        }
+        let (status, expected, card) = checked?;
         if let Some(traceparent) = report.traceparent.clone() {
             self.report_traceparents.lock().insert(call.id.clone(), traceparent);
         }
@@ -127,6 +129,24 @@ impl Utp {
         }
         tracing::debug!(call = %call.id, status = status.as_str(), after = expected.as_str(), "reported");
         Ok(ingested)
+    }
+
+    /// Checks a report and its card. Returns the status, `after_execution` and the card.
+    async fn check_report(
+        &self,
+        caller: &Caller,
+        call: &Arc<Call>,
+        route: &Route,
+        report: &ToolServiceReport,
+    ) -> Result<(ToolStatus, AfterExecution, Card), ReportRejection> {
+        let card_id = check_card_id(report)?;
+        let (status, expected) = self.validate_report_fields(call, report).await?;
+        let card = match self.derive_result_card(call, report)? {
+            Some(card) => card,
+            None => self.load_reported_card(caller, call, report, (card_id, status)).await?,
+        };
+        check_card(&card, route, status)?;
+        Ok((status, expected, card))
     }
 
     /// Loads the card of a report. A card that comes with the report is stored only after it passed

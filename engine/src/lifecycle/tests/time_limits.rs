@@ -217,3 +217,19 @@ fn the_failure_of_an_irreversible_tool_says_that_a_retry_is_not_safe() {
     let fault = ended.outcome.unwrap().error.unwrap();
     assert!(!fault.retryable && fault.message.contains("a retry is not safe"), "{fault}");
 }
+
+#[test]
+fn a_call_whose_report_was_refused_ends_with_the_reason() {
+    let parked = step(&queued_call(Executor::UTP, Effect::Irreversible), &claim_by("n1"), NOW);
+    let parked = parked.unwrap().call;
+    assert_eq!(parked.hold, Some(Hold::Unacknowledged));
+    let message = |event: Event| {
+        let ended = step(&parked, &event, DEADLINE).unwrap().call;
+        assert_eq!(ended.status, Status::Timeout);
+        ended.outcome.and_then(|outcome| outcome.error).unwrap().message
+    };
+    assert!(message(Event::Deadline).contains("no tool service announced"));
+    let refused = message(Event::DeadlineAfterReport { refusal: "there is no card \"r\"".into() });
+    assert!(refused.contains("the report on it was refused: there is no card \"r\""), "{refused}");
+    assert!(!refused.contains("no tool service") && refused.ends_with(MAY_HAVE_HAPPENED));
+}
