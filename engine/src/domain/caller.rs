@@ -280,8 +280,8 @@ impl Caller {
         self
     }
 
-    /// Returns this worker as it acts in work that another caller has handed to it: for the user, in
-    /// the session and in the environment of that caller, unless it asserts its own.
+    /// Returns this worker as it acts in work that another caller has handed to it: for the user,
+    /// in the session and in the environment of that caller, unless it asserts its own.
     pub fn on_behalf_of(mut self, above: &Caller) -> Self {
         let own = Arc::make_mut(&mut self.attributes);
         let CallerAttributes { user, session, environment, .. } = &*above.attributes;

@@ -240,8 +240,8 @@ impl Catalog {
     }
 }
 
-/// Decides a request by the given rules, for the caller and for every caller that handed the work to
-/// it. A denial takes precedence over an approval that is needed, and that over a permission.
+/// Decides a request by the given rules, for the caller and for every caller that handed the work
+/// to it. A denial takes precedence over an approval that is needed, and that over a permission.
 pub(crate) fn decide(
     rules: Option<&ProjectRuleIndex>,
     input: RuleInput<'_>,

@@ -61,8 +61,8 @@ impl Cards {
         self.find_card(&caller.project, card_id).await?.ok_or_else(not_found)
     }
 
-    /// Returns true if one of these callers may read a card, as far as that is stored: the card of a
-    /// call that exists no longer shows nothing.
+    /// Returns true if one of these callers may read a card. The card of a call that is no longer
+    /// stored shows nothing, so it counts as readable.
     pub(crate) async fn is_readable(
         &self,
         readers: &[Caller],

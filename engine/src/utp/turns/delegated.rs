@@ -278,8 +278,8 @@ impl Utp {
         (call.project == turn.project && !call.status.is_terminal()).then_some(call)
     }
 
-    /// Returns an agent as it calls tools in a turn. In a turn that a call handed over, the agent acts
-    /// on behalf of that call's caller, so it never does what its caller may not do.
+    /// Returns an agent as it calls tools in a turn. In a turn that a call handed over, the agent
+    /// acts on behalf of that call's caller, so it never does what its caller may not do.
     pub(crate) async fn acting_agent(
         &self,
         caller: &Caller,

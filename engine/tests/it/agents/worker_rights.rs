@@ -71,13 +71,13 @@ fn worker() -> Caller {
 }
 
 /// Hands a turn to the worker, which leases it.
-async fn take_turn_of(engine: &Engine, asker: &Caller) -> Turn {
-    take_turn_with(engine, asker, json!({ "instruction": "x" })).await
+async fn take_turn_of(engine: &Engine, requester: &Caller) -> Turn {
+    take_turn_with(engine, requester, json!({ "instruction": "x" })).await
 }
 
-pub(super) async fn take_turn_with(engine: &Engine, asker: &Caller, args: Value) -> Turn {
+pub(super) async fn take_turn_with(engine: &Engine, requester: &Caller, args: Value) -> Turn {
     let request = CallRequest::of("agent.expert", Json::from_value(&args));
-    let ticket = engine.calls().invoke(asker, request).await.unwrap();
+    let ticket = engine.calls().invoke(requester, request).await.unwrap();
     let turn_id = until("the turn waits", async || {
         let items = engine.utp().inbox(&worker(), "expert", 50, 20_000).await.unwrap();
         let of_call = |item: &&toolcrib::domain::utp::InboxItem| {
@@ -118,15 +118,15 @@ async fn result_of(engine: &Engine, turn: &Turn) -> StepResult {
 #[tokio::test]
 async fn a_worker_does_nothing_that_its_caller_may_not_do() {
     let engine = start(&Arc::default()).await;
-    for (asker, expected) in
+    for (requester, expected) in
         [(keyed("gw", Some("kim")), "kim"), (keyed("lou", None), "to agent \\\"lou\\\"")]
     {
-        let turn = take_turn_of(&engine, &asker).await;
+        let turn = take_turn_of(&engine, &requester).await;
         dispatch(&engine, &turn, "note.write", json!({})).await;
         let error = result_of(&engine, &turn).await.error.to_string();
         assert!(error.contains("may not call") && error.contains(expected), "{error}");
         // An agent of the loop, called by the worker, is bound in the same way.
-        let turn = take_turn_of(&engine, &asker).await;
+        let turn = take_turn_of(&engine, &requester).await;
         dispatch(&engine, &turn, "agent.writer", json!({ "instruction": "x" })).await;
         let through = result_of(&engine, &turn).await;
         let text = format!("{through:?}");
@@ -141,8 +141,8 @@ async fn a_worker_does_nothing_that_its_caller_may_not_do() {
 async fn nobody_above_a_worker_approves_its_call_even_after_a_restart() {
     let store = Arc::default();
     let engine = start(&store).await;
-    let asker = keyed("gw", Some("kim"));
-    let turn = take_turn_of(&engine, &asker).await;
+    let gw = keyed("gw", Some("kim"));
+    let turn = take_turn_of(&engine, &gw).await;
     dispatch(&engine, &turn, "pay.send", json!({})).await;
     drop(engine);
     let engine = start(&store).await;
@@ -166,7 +166,7 @@ async fn nobody_above_a_worker_approves_its_call_even_after_a_restart() {
         until_ms: None,
         args: None,
     };
-    for own in [asker, keyed("gw", None), keyed("other", Some("kim"))] {
+    for own in [gw, keyed("gw", None), keyed("other", Some("kim"))] {
         let results = engine.approvals().decide(&own, vec![decision()]).await.unwrap();
         let refused = results[0].as_ref().unwrap_err().to_string();
         assert!(refused.contains("no caller decides about its own"), "{refused}");
