@@ -33,6 +33,8 @@ pub(crate) trait AnswerDelivery: Send + Sync {
     fn mark_written(&self);
     /// Records that the requester has the answer.
     fn mark_delivered(&self);
+    /// Records that the requester is gone, although the work may hold this delivery longer.
+    fn mark_gone(&self) {}
 }
 
 impl AnswerDelivery for PendingDelivery {
@@ -42,6 +44,10 @@ impl AnswerDelivery for PendingDelivery {
 
     fn mark_delivered(&self) {
         PendingDelivery::mark_delivered(self);
+    }
+
+    fn mark_gone(&self) {
+        PendingDelivery::mark_gone(self);
     }
 }
 
@@ -56,6 +62,10 @@ struct ResponseState {
     deliveries: Mutex<Deliveries>,
     /// True once the next frame of the body carries the answer.
     is_answered: AtomicBool,
+    /// True once the requester is gone.
+    is_abandoned: AtomicBool,
+    /// The deliveries of other answers that the same body carries.
+    parts: Mutex<Vec<ResponseDeliveries>>,
 }
 
 impl ResponseDeliveries {
@@ -74,12 +84,38 @@ impl ResponseDeliveries {
 
     /// Adds a delivery.
     pub(crate) fn push(&self, delivery: impl AnswerDelivery + 'static) {
-        self.0.deliveries.lock().push(Box::new(delivery));
+        let mut deliveries = self.0.deliveries.lock();
+        match self.0.is_abandoned.load(Ordering::Acquire) {
+            true => delivery.mark_gone(),
+            false => deliveries.push(Box::new(delivery)),
+        }
     }
 
-    /// Drops the deliveries: their requester is gone.
+    /// Adds the deliveries of another answer that the same body carries.
+    pub(crate) fn add_part(&self, part: Self) {
+        self.0.parts.lock().push(part);
+    }
+
+    /// Drops the deliveries: their requester is gone, or gets the answer from another response.
     pub(crate) fn clear(&self) {
         self.0.deliveries.lock().clear();
+    }
+
+    /// Records that the requester is gone, and drops the deliveries. The handler of the request may
+    /// continue and hold them longer, as it does in a session of MCP.
+    pub(crate) fn abandon(&self) {
+        let deliveries = {
+            let mut deliveries = self.0.deliveries.lock();
+            self.0.is_abandoned.store(true, Ordering::Release);
+            std::mem::take(&mut *deliveries)
+        };
+        deliveries.iter().for_each(|delivery| delivery.mark_gone());
+        self.0.parts.lock().iter().for_each(Self::abandon);
+    }
+
+    /// Returns a guard for the time in which there is no response yet.
+    pub(crate) fn guard(&self) -> RequesterGuard {
+        RequesterGuard(Some(self.clone()))
     }
 
     /// Declares that the next frame of the body carries the answer.
@@ -88,9 +124,31 @@ impl ResponseDeliveries {
     }
 
     fn take_answered(&self) -> Deliveries {
-        match self.0.is_answered.load(Ordering::Acquire) {
+        let mut answered = match self.0.is_answered.load(Ordering::Acquire) {
             true => std::mem::take(&mut *self.0.deliveries.lock()),
             false => Vec::new(),
+        };
+        for part in self.0.parts.lock().iter() {
+            answered.extend(part.take_answered());
+        }
+        answered
+    }
+}
+
+/// Abandons the deliveries of a request if it is dropped before there is a response.
+pub(crate) struct RequesterGuard(Option<ResponseDeliveries>);
+
+impl RequesterGuard {
+    /// Ends the guard: the response carries the deliveries from now on.
+    pub(crate) fn disarm(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for RequesterGuard {
+    fn drop(&mut self) {
+        if let Some(deliveries) = &self.0 {
+            deliveries.abandon();
         }
     }
 }
@@ -170,6 +228,13 @@ struct TrackedBody {
     inner: Body,
     deliveries: ResponseDeliveries,
     connection: ConnectionDeliveries,
+}
+
+impl Drop for TrackedBody {
+    fn drop(&mut self) {
+        // Nobody reads an answer that was not handed over.
+        self.deliveries.abandon();
+    }
 }
 
 impl HttpBody for TrackedBody {

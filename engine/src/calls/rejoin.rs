@@ -40,6 +40,9 @@ enum RequesterState {
 struct Candidate {
     request: UndeliveredRequest,
     requester: RequesterState,
+    /// Number of the delivery to the present requester. A requester that another one replaced may
+    /// end later, and does not decide the state of this one.
+    delivery: u64,
 }
 
 #[derive(Default)]
@@ -50,6 +53,8 @@ struct CandidateIndex {
     /// Ids to remove from the store.
     delivered: Vec<String>,
     is_removing: bool,
+    /// Number of the latest delivery.
+    last_delivery: u64,
     sweep_size: usize,
 }
 
@@ -59,7 +64,13 @@ impl CandidateIndex {
         candidates.iter_mut().find(|candidate| candidate.request.id == id)
     }
 
-    fn insert(&mut self, request: UndeliveredRequest, requester: RequesterState, now_ms: u64) {
+    /// Inserts a candidate. Returns the number of the delivery to its requester.
+    fn insert(
+        &mut self,
+        request: UndeliveredRequest,
+        requester: RequesterState,
+        now_ms: u64,
+    ) -> u64 {
         if self.digests.len() >= self.sweep_size.max(MIN_SWEEP_SIZE) {
             self.remove_expired(now_ms);
             self.sweep_size = self.digests.len() * 2;
@@ -67,7 +78,19 @@ impl CandidateIndex {
         self.remove(&request.id);
         self.digests.insert(request.id.clone(), request.digest.clone());
         let candidates = self.by_digest.entry(request.digest.clone()).or_default();
-        candidates.push(Candidate { request, requester });
+        self.last_delivery += 1;
+        candidates.push(Candidate { request, requester, delivery: self.last_delivery });
+        self.last_delivery
+    }
+
+    /// Gives a candidate a requester that waits. Returns its request and the number of the delivery.
+    fn set_waiting(&mut self, id: &str) -> Option<(UndeliveredRequest, u64)> {
+        let delivery = self.last_delivery + 1;
+        let candidate = self.candidate(id)?;
+        (candidate.requester, candidate.delivery) = (RequesterState::Waiting, delivery);
+        let request = candidate.request.clone();
+        self.last_delivery = delivery;
+        Some((request, delivery))
     }
 
     fn remove(&mut self, id: &str) -> Option<Candidate> {
@@ -125,33 +148,30 @@ impl Rejoin {
 
     /// Adds a request whose requester waits for the answer. The request is stored already.
     pub(crate) fn add_waiting(self: &Arc<Self>, request: UndeliveredRequest) -> PendingDelivery {
-        let delivery = self.new_delivery(&request);
-        self.index.lock().insert(request, RequesterState::Waiting, self.core.now_ms());
-        delivery
+        let (id, kind) = (request.id.clone(), request.kind);
+        let now_ms = self.core.now_ms();
+        let number = self.index.lock().insert(request, RequesterState::Waiting, now_ms);
+        self.new_delivery(id, kind, number)
     }
 
     /// Takes over the oldest candidate with this digest whose requester is gone.
     pub(crate) fn take_over(self: &Arc<Self>, digest: &str) -> Option<PendingDelivery> {
         let now_ms = self.core.now_ms();
         let mut index = self.index.lock();
-        let found = index.by_digest.get_mut(digest)?.iter_mut().find(|candidate| {
+        let found = index.by_digest.get(digest)?.iter().find(|candidate| {
             candidate.requester != RequesterState::Waiting && candidate.request.expires_ms >= now_ms
         })?;
-        found.requester = RequesterState::Waiting;
-        let request = found.request.clone();
+        let id = found.request.id.clone();
+        let (request, number) = index.set_waiting(&id)?;
         drop(index);
-        Some(self.new_delivery(&request))
+        Some(self.new_delivery(id, request.kind, number))
     }
 
     /// Takes over the candidate with this id, for a requester that names the call, run or
     /// conversation.
     pub(crate) fn take_over_id(self: &Arc<Self>, id: &str) -> Option<PendingDelivery> {
-        let mut index = self.index.lock();
-        let candidate = index.candidate(id)?;
-        candidate.requester = RequesterState::Waiting;
-        let request = candidate.request.clone();
-        drop(index);
-        Some(self.new_delivery(&request))
+        let (request, number) = self.index.lock().set_waiting(id)?;
+        Some(self.new_delivery(request.id, request.kind, number))
     }
 
     /// Returns how long the requester of a candidate has been gone, or `None` if it waits or has
@@ -183,10 +203,15 @@ impl Rejoin {
         }
     }
 
-    fn new_delivery(self: &Arc<Self>, request: &UndeliveredRequest) -> PendingDelivery {
-        let (rejoin, id, kind) = (self.clone(), request.id.clone(), request.kind);
+    fn new_delivery(
+        self: &Arc<Self>,
+        id: String,
+        kind: RequestKind,
+        number: u64,
+    ) -> PendingDelivery {
         let progress = AtomicU8::new(DeliveryProgress::Pending as u8);
-        PendingDelivery(Arc::new(DeliveryGuard { rejoin, id, kind, progress }))
+        let rejoin = self.clone();
+        PendingDelivery(Arc::new(DeliveryGuard { rejoin, id, kind, number, progress }))
     }
 
     /// Removes a candidate, whose row leaves the store a moment later.
@@ -226,9 +251,13 @@ impl Rejoin {
         }
     }
 
-    fn mark_gone(&self, id: &str) {
+    /// Records that the requester of a delivery is gone, unless another requester waits meanwhile.
+    fn mark_gone(&self, id: &str, number: u64) {
         let now_ms = self.core.now_ms();
-        if let Some(candidate) = self.index.lock().candidate(id) {
+        if let Some(candidate) = self.index.lock().candidate(id)
+            && candidate.delivery == number
+            && candidate.requester == RequesterState::Waiting
+        {
             candidate.requester = RequesterState::Gone { since_ms: now_ms };
         }
     }
@@ -254,6 +283,7 @@ struct DeliveryGuard {
     rejoin: Arc<Rejoin>,
     id: String,
     kind: RequestKind,
+    number: u64,
     progress: AtomicU8,
 }
 
@@ -283,6 +313,15 @@ impl PendingDelivery {
         }
     }
 
+    /// Records that the requester is gone without the answer, although the work that holds this
+    /// delivery continues: a repeated request joins it from now on.
+    pub fn mark_gone(&self) {
+        let guard = &self.0;
+        if guard.progress.load(Ordering::Acquire) != DeliveryProgress::Delivered as u8 {
+            guard.rejoin.mark_gone(&guard.id, guard.number);
+        }
+    }
+
     /// Counts a request that joined the work.
     pub fn record_join(&self) {
         let kind = self.0.kind.as_str();
@@ -300,7 +339,7 @@ impl std::fmt::Debug for PendingDelivery {
 impl Drop for DeliveryGuard {
     fn drop(&mut self) {
         if *self.progress.get_mut() != DeliveryProgress::Delivered as u8 {
-            self.rejoin.mark_gone(&self.id);
+            self.rejoin.mark_gone(&self.id, self.number);
         }
     }
 }

@@ -2,6 +2,7 @@
 //! deliberate identical requests stay two.
 
 mod conversations;
+mod mcp;
 mod proxy;
 mod restarts;
 pub mod sdks;
@@ -30,11 +31,16 @@ async fn start_bank() -> (Server, Api) {
 
 /// Sends a request over a connection of its own, and leaves the response unread.
 async fn send_request(address: &str, path: &str, body: &Value) -> TcpStream {
+    send_request_with(address, path, "", body).await
+}
+
+/// Sends a request with these headers, each with its line break.
+async fn send_request_with(address: &str, path: &str, headers: &str, body: &Value) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let body = body.to_string();
     let head = format!(
         "POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n\
-         content-length: {}\r\n\r\n",
+         {headers}content-length: {}\r\n\r\n",
         body.len()
     );
     stream.write_all(format!("{head}{body}").as_bytes()).await.unwrap();

@@ -230,7 +230,9 @@ impl McpHttpState {
         let is_json = content_type(&parts.headers).is_some_and(|kind| kind == "application/json");
         let deliveries = ResponseDeliveries::default();
         parts.extensions.insert(deliveries.clone());
+        let requester = deliveries.guard();
         let mut answer = self.dispatch(parts, body, view, session, method.as_deref()).await?;
+        requester.disarm();
         // rmcp reports every body that it cannot read as one of an unsupported type.
         if is_json && answer.status() == StatusCode::UNSUPPORTED_MEDIA_TYPE {
             let message = "the body is JSON, but not a JSON-RPC 2.0 request, notification or \
@@ -391,8 +393,10 @@ impl McpHttpState {
         if let Some(id) = CallEventId::parse(resume::last_event_id(&parts.headers)) {
             // Without a session, rmcp explains to a legacy MCP client that it needs one.
             if id.request.capabilities.is_some() || session.is_some() {
-                let chunks = self.resume_call(&parts, &view, session, id).await;
-                return Ok(call_stream::event_stream_response(chunks));
+                let (chunks, delivery) = self.resume_call(&parts, &view, session, id).await;
+                let mut response = call_stream::event_stream_response(chunks);
+                response.extensions_mut().insert(delivery);
+                return Ok(response);
             }
         }
         let Some(session) = session else {
@@ -401,9 +405,13 @@ impl McpHttpState {
         let open_calls = self.resumed.take_session_event(&mut parts.headers);
         let tracks_calls = resume::needs_session(&parts.headers);
         let mut streams: Vec<EventChunks> = Vec::new();
+        let deliveries = ResponseDeliveries::default();
         for id in open_calls.iter().filter(|_| tracks_calls) {
             if let Some(id) = CallEventId::parse(id) {
-                streams.push(self.resume_call(&parts, &view, Some(session.clone()), id).await);
+                let session = Some(session.clone());
+                let (chunks, delivery) = self.resume_call(&parts, &view, session, id).await;
+                deliveries.add_part(delivery);
+                streams.push(chunks);
             }
         }
         let response = self.handle(parts, Body::empty(), view).await;
@@ -418,17 +426,20 @@ impl McpHttpState {
         }
         // The stream of the session never ends before those of the calls.
         streams.push(own);
-        Ok(call_stream::event_stream_response(select_all(streams)))
+        let mut response = call_stream::event_stream_response(select_all(streams));
+        response.extensions_mut().insert(deliveries);
+        Ok(response)
     }
 
-    /// Returns the events that continue a call.
+    /// Returns the events that continue a call, and the delivery of its answer.
     async fn resume_call(
         &self,
         parts: &Parts,
         view: &CallerView,
         session: Option<String>,
         id: CallEventId,
-    ) -> EventChunks {
+    ) -> (EventChunks, ResponseDeliveries) {
+        let deliveries = ResponseDeliveries::default();
         metrics::counter!("toolcrib_mcp_resumed_streams_total").increment(1);
         let engine = &self.transport.shared.engine;
         let call = match engine.calls().call(&view.caller, &id.call.id).await {
@@ -437,7 +448,7 @@ impl McpHttpState {
                 let error = tool_result::protocol_error(error);
                 let message = call_stream::error_message(&id.request.id, &error);
                 let event = Bytes::from(format!("data: {message}\n\n"));
-                return Box::pin(futures::stream::iter([event]));
+                return (Box::pin(futures::stream::iter([event])), deliveries);
             }
         };
         let internal = InternalIds {
@@ -449,6 +460,7 @@ impl McpHttpState {
         let (mut parts, message) = resume::resuming_request(parts, view, &id, tool, &internal);
         let (signal, stored) = CallStoredSignal::new();
         parts.extensions.insert(signal);
+        parts.extensions.insert(deliveries.clone());
         let on_open = self.resumed.map_request(session, &id.request.id, &internal.request);
         let options = CallStreamOptions {
             request: id.request,
@@ -457,7 +469,8 @@ impl McpHttpState {
             internal: Some(internal),
         };
         let handling = self.handle(parts, message.to_string(), view.clone());
-        Box::pin(call_stream::resume(handling, stored, options, on_open).into_chunks())
+        let stream = call_stream::resume(handling, stored, options, on_open);
+        (Box::pin(stream.into_chunks()), deliveries)
     }
 }
 

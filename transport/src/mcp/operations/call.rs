@@ -378,6 +378,8 @@ impl<'a> ToolCallWaiter<'a> {
         response: Result<CallToolResponse, ErrorData>,
     ) -> Result<CallToolResponse, ErrorData> {
         match (self.deliveries(), ticket.delivery()) {
+            // Another response carries the answer.
+            (Some(deliveries), _) if self.is_superseded() => deliveries.clear(),
             (Some(deliveries), _) => deliveries.set_answered(),
             // A pipe has no moment of delivery that the server could observe.
             (None, Some(delivery)) => delivery.mark_delivered(),
