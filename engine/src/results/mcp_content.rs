@@ -202,6 +202,12 @@ fn copy_object(out: &mut String, written: &str, mut visitor: impl FnMut(&str, &s
     out.push('}');
 }
 
+/// Returns a link to a resource as text, for a reader who cannot follow it.
+pub fn link_text(name: &str, uri: &str, description: Option<&str>) -> String {
+    let about = description.map(|text| format!(": {text}")).unwrap_or_default();
+    format!("[link to {name} {uri}{about}]")
+}
+
 impl ResultContent {
     fn push(&mut self, part: &Value) {
         let word = |name: &str| part.get(name).and_then(Value::as_str);
@@ -224,8 +230,7 @@ impl ResultContent {
             }
             Some("resource_link") => {
                 let (name, uri) = (word("name").unwrap_or_default(), word("uri"));
-                let about = word("description").map(|text| format!(": {text}")).unwrap_or_default();
-                self.push_line(&format!("[link to {name} {}{about}]", uri.unwrap_or_default()));
+                self.push_line(&link_text(name, uri.unwrap_or_default(), word("description")));
             }
             _ => {}
         }

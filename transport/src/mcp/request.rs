@@ -60,7 +60,7 @@ const LINKS_CAPABILITY: &str = "toolcrib/resource_links";
 const DOTTED_NAMES_CAPABILITY: &str = "toolcrib/dotted_names";
 
 impl McpClientInfo {
-    fn from_context(context: &RequestContext<RoleServer>) -> Self {
+    pub(super) fn from_context(context: &RequestContext<RoleServer>) -> Self {
         Self {
             revision: ProtocolRevision::from_context(context),
             capabilities: context.client_capabilities().unwrap_or_default(),

@@ -36,7 +36,7 @@ use super::operations::{
 use super::param_errors;
 use super::passthrough::{EmptyPassthrough, PassthroughProvider};
 use super::request::{
-    CallerView, McpRequest, McpViewOptions, http_parts, passthrough_meta, session_id,
+    CallerView, McpClientInfo, McpRequest, McpViewOptions, http_parts, passthrough_meta, session_id,
 };
 use super::settings::McpTransportSettings;
 use super::state::{
@@ -265,7 +265,7 @@ impl ServerHandler for McpHandler {
         context: RequestContext<RoleServer>,
     ) -> Result<GetTaskResult, ErrorData> {
         let view = self.view(&context.extensions);
-        let client = context.client_capabilities().unwrap_or_default();
+        let client = McpClientInfo::from_context(&context);
         let task = tasks::get_task(self.shared(), view, &client, &params.task_id).await?;
         Ok(GetTaskResult::new(task))
     }

@@ -31,6 +31,7 @@ use toolcrib::domain::tool::Effect;
 use toolcrib::domain::utp::AfterExecution;
 use toolcrib::registry::{CatalogEntry, RESULT_READ};
 use toolcrib::results::embedded::decode_embedded_escapes;
+use toolcrib::results::mcp_content::link_text;
 use toolcrib::results::{digest, shorten, tokens};
 
 use super::request::{McpClientInfo, ProtocolRevision};
@@ -161,10 +162,15 @@ fn success_result(call: &Call, data: &Json, tool: &ResultFormat, budget: usize) 
         && value.get("content").is_some_and(Value::is_array)
         && let Ok(mut result) = serde_json::from_value::<CallToolResult>(value.clone())
     {
-        // The result is in MCP's own format already: images, audio and links stay unchanged.
+        // The result is in MCP's own format already: images and audio stay unchanged, and so do
+        // links for an MCP client that handles them.
         result.result_type = Some(ResultType::COMPLETE);
         decode_text_blocks(&mut result.content);
-        return digest_text_blocks(call, data, tool, budget, result);
+        let mut result = digest_text_blocks(call, data, tool, budget, result);
+        if !tool.has_links {
+            replace_links(&mut result.content);
+        }
+        return result;
     }
     let text = match &value {
         Value::String(text) => decode_embedded_escapes(text).into_owned(),
@@ -248,6 +254,16 @@ fn decode_text_blocks(blocks: &mut [ContentBlock]) {
             && let Cow::Owned(decoded) = decode_embedded_escapes(&text.text)
         {
             text.text = decoded;
+        }
+    }
+}
+
+/// Replaces links to resources by texts, for an MCP client that may fail at a link.
+fn replace_links(blocks: &mut [ContentBlock]) {
+    for block in blocks {
+        if let ContentBlock::ResourceLink(link) = block {
+            let text = link_text(&link.name, &link.uri, link.description.as_deref());
+            *block = ContentBlock::text(text);
         }
     }
 }

@@ -204,3 +204,32 @@ async fn a_picture_of_two_megabytes_reaches_every_client() {
         assert_eq!(result["content"][0]["data"].as_str().unwrap().len(), 2_800_000);
     }
 }
+
+#[tokio::test]
+async fn only_clients_that_handle_links_get_those_of_an_mcp_server() {
+    let server = start_server().await;
+    let api = server.api();
+    let link = json!({ "type": "resource_link", "uri": "file:///b.pdf", "name": "b",
+        "description": "the plan" });
+    let text = |text: &str| json!({ "type": "text", "text": text });
+    let declared = json!({ "experimental": { "toolcrib/resource_links": {} } });
+    for (client, handles_links) in [
+        (Mcp::modern(&api), true),
+        (Mcp::legacy_with(&api, declared).await, true),
+        (Mcp::modern(&api).named("mcp"), false),
+        (Mcp::legacy(&api).await, false),
+    ] {
+        let short = json!({ "content": [text("see"), link] });
+        let result = client.call("parrot.say", short).await.result();
+        let shown = &result["content"][1];
+        match handles_links {
+            true => assert_eq!(*shown, link, "{result}"),
+            false => assert_eq!(*shown, text("[link to b file:///b.pdf: the plan]"), "{result}"),
+        }
+        let long = json!({ "content": [text(&lines("line")), link] });
+        let result = client.call("parrot.say", long).await.result();
+        let types = content_types(&result);
+        assert_eq!(types.contains(&"resource_link"), handles_links, "{types:?}");
+        assert!(result["content"][1].to_string().contains("file:///b.pdf"), "{result}");
+    }
+}

@@ -27,7 +27,7 @@ use toolcrib::calls::Until;
 
 use super::tasks;
 use crate::mcp::passthrough::{PassthroughChange, PassthroughChangeKind, PassthroughChangeStream};
-use crate::mcp::request::{CallerView, http_parts};
+use crate::mcp::request::{CallerView, McpClientInfo, http_parts};
 use crate::mcp::state::{LegacySessionState, MAX_RESOURCE_SUBSCRIPTIONS, McpTransportState};
 use crate::mcp::task_subscription::TaskSubscription;
 use crate::mcp::tool_list::CallerToolList;
@@ -126,8 +126,8 @@ pub(crate) async fn listen(
     let tasks = http_parts(&subscription.request_context().extensions)
         .and_then(|parts| parts.extensions.get::<TaskSubscription>())
         .cloned();
-    let client = subscription.request_context().client_capabilities().unwrap_or_default();
-    if tasks.is_some() && !client.supports_tasks() {
+    let client = McpClientInfo::from_context(subscription.request_context());
+    if tasks.is_some() && !client.capabilities.supports_tasks() {
         let needed = ClientCapabilities::builder().enable_tasks().build();
         return Err(ErrorData::missing_required_client_capability(needed));
     }
@@ -180,7 +180,7 @@ async fn follow_tasks(
     shared: &Arc<McpTransportState>,
     view: &CallerView,
     subscription: &SubscriptionContext,
-    client: &ClientCapabilities,
+    client: &McpClientInfo,
     tasks: Option<TaskSubscription>,
 ) {
     let ids = tasks.iter().flat_map(|tasks| tasks.0.iter());
@@ -191,7 +191,7 @@ async fn follow_task(
     shared: &Arc<McpTransportState>,
     view: &CallerView,
     subscription: &SubscriptionContext,
-    client: &ClientCapabilities,
+    client: &McpClientInfo,
     id: &str,
 ) {
     let context = subscription.request_context();

@@ -7,9 +7,7 @@
 use std::sync::Arc;
 
 use rmcp::ErrorData;
-use rmcp::model::{
-    ClientCapabilities, DetailedTask, InputResponses, JsonObject, Task, TaskPayload, TaskStatus,
-};
+use rmcp::model::{DetailedTask, InputResponses, JsonObject, Task, TaskPayload, TaskStatus};
 use serde_json::{Value, json};
 use toolcrib::CallId;
 use toolcrib::Engine;
@@ -17,7 +15,7 @@ use toolcrib::domain::call::{Call, Status};
 use toolcrib::domain::fault::Code;
 
 use super::elicitation;
-use crate::mcp::request::{CallerView, ProtocolRevision};
+use crate::mcp::request::{CallerView, McpClientInfo, ProtocolRevision};
 use crate::mcp::state::McpTransportState;
 use crate::mcp::tool_result::{self, ResultFormat};
 
@@ -79,19 +77,19 @@ fn status_message(engine: &Engine, call: &Call) -> String {
 pub(crate) async fn get_task(
     shared: &McpTransportState,
     view: &CallerView,
-    client: &ClientCapabilities,
+    client: &McpClientInfo,
     task_id: &str,
 ) -> Result<DetailedTask, ErrorData> {
     let call = &find_call(shared, view, task_id).await?;
     let questions = match call.waits_for_approval() {
-        true => elicitation::approval_requests(shared, call, client),
-        false => elicitation::answerable_requests(call, client),
+        true => elicitation::approval_requests(shared, call, &client.capabilities),
+        false => elicitation::answerable_requests(call, &client.capabilities),
     };
     let payload = match task_status(call) {
         TaskStatus::Cancelled => TaskPayload::Cancelled,
         TaskStatus::Failed => TaskPayload::Failed { error: failure_payload(call) },
         TaskStatus::Completed => {
-            TaskPayload::Completed { result: result_payload(shared, view, call).await }
+            TaskPayload::Completed { result: result_payload(shared, view, client, call).await }
         }
         _ if !questions.is_empty() || call.waits_for_approval() => {
             TaskPayload::InputRequired { input_requests: questions }
@@ -143,11 +141,13 @@ fn failure_payload(call: &Call) -> JsonObject {
 async fn result_payload(
     shared: &McpTransportState,
     view: &CallerView,
+    client: &McpClientInfo,
     call: &Arc<Call>,
 ) -> JsonObject {
     let tool = shared.engine.registry().tool(&view.caller, &call.tool_name).ok();
     let names = shared.name_form(view, None);
-    let format = ResultFormat::new(tool.as_ref(), ProtocolRevision::Modern, names);
+    let format =
+        ResultFormat::new(tool.as_ref(), ProtocolRevision::Modern, names).for_client(client);
     let result = tool_result::ended_call_result(call, &format, shared.settings.result_tokens).await;
     into_object(serde_json::to_value(result).unwrap_or_default())
 }
