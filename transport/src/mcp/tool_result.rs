@@ -456,14 +456,19 @@ pub(super) fn approval_message(call: &Call, link: &str) -> String {
     )
 }
 
-/// Describes the unanswered questions of a call, and the ways to answer them, for an MCP client
-/// that cannot receive them.
-fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
+/// Returns the texts of questions with their keys.
+pub(super) fn question_texts(questions: &Map<String, Value>) -> String {
     let texts = questions.iter().map(|(key, question)| {
         let message = question["params"]["message"].as_str().unwrap_or("see its ticket");
         format!("{key}: \"{message}\"")
     });
-    let (id, texts) = (&call.id, texts.collect::<Vec<_>>().join("; "));
+    texts.collect::<Vec<_>>().join("; ")
+}
+
+/// Describes the unanswered questions of a call, and the ways to answer them, for an MCP client
+/// that cannot receive them.
+fn describe_questions(call: &Call, questions: &Map<String, Value>) -> String {
+    let (id, texts) = (&call.id, question_texts(questions));
     format!(
         " It asks {texts}. A person answers over HTTP, with POST /v1/tool_calls/{id}/answer and \
          {{\"answers\": {{KEY: {{\"action\": \"accept\", \"content\": {{…}}}}}}}}, or on the \

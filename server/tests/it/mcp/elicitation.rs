@@ -332,6 +332,20 @@ async fn without_the_elicitation_capability_answers_come_over_http() {
     assert!(text(&result).contains("hello Ada in Ulm"), "{result}");
     api.post(&path, answers).await.refused(409, "CONFLICT");
     api.post(&path, json!({ "answers": 7 })).await.refused(400, "BAD_REQUEST");
+    // A client with tasks reads the questions in the status message.
+    let client = Mcp::modern(&api).with_tasks();
+    let created = client.call("hello.later", json!({})).await.result();
+    let id = created["taskId"].as_str().unwrap();
+    let task = crate::support::until("the questions", || async {
+        let task = client.ask("tasks/get", json!({ "taskId": id })).await.result();
+        let message = task["statusMessage"].as_str().unwrap().to_owned();
+        message.contains("Who?").then_some((task, message))
+    });
+    let (task, message) = task.await;
+    assert_eq!(task["status"], "working", "{task}");
+    for part in ["city: \"Where?\"", &format!("POST /v1/tool_calls/{id}/answer")] {
+        assert!(message.contains(part), "{message}");
+    }
 }
 
 #[tokio::test]

@@ -56,9 +56,14 @@ fn status_message(engine: &Engine, call: &Call) -> String {
         (Status::Pending, _) => {
             let reason = call.hold.map_or("queue", |hold| hold.as_str());
             let waits = format!("{} waits ({reason})", call.target.tool);
-            let answer = match call.waits_for_input() {
-                true => format!("; POST /v1/tool_calls/{}/answer answers its questions", call.id),
-                false => String::new(),
+            let questions = call.elicitation.as_ref().filter(|_| call.waits_for_input());
+            let answer = match questions {
+                Some(elicitation) => format!(
+                    "; it asks {}; POST /v1/tool_calls/{}/answer answers its questions",
+                    tool_result::question_texts(&elicitation.unanswered),
+                    call.id
+                ),
+                None => String::new(),
             };
             match engine.calls().describe_hold(call) {
                 Some(detail) => format!("{waits}: {detail}{answer}"),
