@@ -83,7 +83,8 @@ impl CandidateIndex {
         self.last_delivery
     }
 
-    /// Gives a candidate a requester that waits. Returns its request and the number of the delivery.
+    /// Gives a candidate a requester that waits. Returns its request and the number of the
+    /// delivery.
     fn set_waiting(&mut self, id: &str) -> Option<(UndeliveredRequest, u64)> {
         let delivery = self.last_delivery + 1;
         let candidate = self.candidate(id)?;
