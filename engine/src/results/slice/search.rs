@@ -139,24 +139,73 @@ impl GrepSearch<'_> {
         }
     }
 
+    /// Searches a text and returns the number of its lines. A text that is JSON is searched as
+    /// JSON, because its lines break at other positions than its values.
     fn search_lines(&mut self, text: &str, pointer: &str) -> usize {
-        let mut count = 0;
         let before = self.take.seen;
-        for (n, line) in bounded_lines(text).enumerate() {
-            count += 1;
-            let line = line.trim_end_matches(['\n', '\r']);
-            if self.pattern.is_match(line) {
-                let line = Json::from_value(&Value::from(line));
-                self.push_match(line.text(), pointer, Some(n));
-            }
-        }
-        // The lines of a JSON text break at other positions than its values.
-        if self.take.seen == before
-            && let Some(json) = embedded_json(text)
-        {
+        if let Some(json) = embedded_json(text) {
             self.search_value(json, pointer);
         }
+        let is_found = self.take.seen > before;
+        let (mut count, mut rest) = (0, text);
+        while !rest.is_empty() {
+            let end = memchr::memchr(b'\n', rest.as_bytes()).map_or(rest.len(), |at| at + 1);
+            let (line, behind) = rest.split_at(end);
+            rest = behind;
+            if !is_found && self.pattern.is_match(line.trim_end_matches(['\n', '\r'])) {
+                self.push_line_matches(line, pointer, count);
+            }
+            count += bounded_lines(line).count();
+        }
         count
+    }
+
+    /// Adds the parts of a matching line that match, as [`bounded_lines`] splits it. `number` is
+    /// the number of its first part.
+    fn push_line_matches(&mut self, line: &str, pointer: &str, number: usize) {
+        let (before, mut begin) = (self.take.seen, 0);
+        let mut parts = bounded_lines(line).enumerate().peekable();
+        while let Some((n, part)) = parts.next() {
+            let end = begin + part.len();
+            let next_end = parts.peek().map_or(end, |(_, next)| end + next.len());
+            let crossing = self.find_crossing(&line[begin..next_end], part.len());
+            if crossing.is_some() || self.pattern.is_match(part.trim_end_matches(['\n', '\r'])) {
+                let end = crossing.map_or(end, |length| begin + length);
+                self.push_line(&line[begin..end], pointer, number + n);
+            }
+            begin = end;
+        }
+        // The match is longer than two parts.
+        if self.take.seen == before
+            && let Some(found) = self.pattern.find(line.trim_end_matches(['\n', '\r']))
+        {
+            let mut begin = 0;
+            for (n, part) in bounded_lines(line).enumerate() {
+                if found.start() < begin + part.len() {
+                    return self.push_line(part, pointer, number + n);
+                }
+                begin += part.len();
+            }
+        }
+    }
+
+    /// Returns the end of a match that begins in the first of two parts and ends in the second one,
+    /// if neither has a match within it.
+    fn find_crossing(&self, parts: &str, first: usize) -> Option<usize> {
+        let parts = parts.trim_end_matches(['\n', '\r']);
+        let is_within = |from: usize, to: usize| self.pattern.is_match(&parts[from..to]);
+        let mut found = self.pattern.find_iter(parts).take_while(|found| found.start() < first);
+        let crosses = |found: &regex::Match<'_>| {
+            found.end() > first
+                && !is_within(found.start(), first)
+                && !is_within(first, found.end())
+        };
+        found.find(crosses).map(|found| found.end())
+    }
+
+    fn push_line(&mut self, line: &str, pointer: &str, number: usize) {
+        let line = Json::from_value(&Value::from(line.trim_end_matches(['\n', '\r'])));
+        self.push_match(line.text(), pointer, Some(number));
     }
 
     fn search_members(&mut self, written: &str, pointer: &str) -> usize {

@@ -424,3 +424,51 @@ fn grep_searches_decoded_text() {
         }
     }
 }
+
+#[test]
+fn grep_finds_matches_across_the_parts_of_a_long_line() {
+    let grep = |text: &str, pattern: &str| {
+        let part = SliceQuery { grep: Some(pattern.to_owned()), ..query_at("/text") };
+        let slice = read_slice(&Json::from_value(&json!({ "text": text })), &part, AMPLE).unwrap();
+        let SliceContent::Matches { matches, matched } = &slice.content else { panic!("matches") };
+        let lines: Vec<usize> = matches.iter().map(|found| found.line.unwrap()).collect();
+        assert_eq!(lines.len(), *matched);
+        (lines, matches.iter().map(|found| found.value.to_value()).collect::<Vec<_>>())
+    };
+    let mut text = "x ".repeat(1_000);
+    text.replace_range(1_993..2_000, "INV-778");
+    text += "12 and more, also INV-77812";
+    let (lines, values) = grep(&text, "INV-77812");
+    assert_eq!(lines, [0, 1]);
+    assert!(values[0].as_str().unwrap().ends_with("INV-77812"), "{values:?}");
+    for (pattern, expected) in [
+        ("INV-77812 and", vec![0]),
+        ("also.*", vec![1]),
+        (".*also.*", vec![1]),
+        ("^x.*12$", vec![0]),
+        ("^INV", vec![]),
+        ("nowhere", vec![]),
+    ] {
+        assert_eq!(grep(&text, pattern).0, expected, "{pattern}");
+    }
+    let long = "é".repeat(3_000);
+    let text = format!("one\n{long} two {long}\r\nthree\n{long}end\n");
+    assert_eq!(grep(&text, "é two é").0, [3]);
+    assert_eq!((grep(&text, "three$").0, grep(&text, "end$").0), (vec![8], vec![12]));
+}
+
+#[test]
+fn grep_counts_the_rows_of_a_text_that_is_json() {
+    let state = |n: usize| if n % 3 == 0 { "已冻结" } else { "正常" };
+    let rows: Vec<Value> =
+        (0..300).map(|n| json!({ "id": n, "state": state(n), "note": "…".repeat(20) })).collect();
+    for text in [json!(rows).to_string(), format!("{:#}", json!({ "rows": rows }))] {
+        let data = Json::from_value(&json!({ "text": text }));
+        let part = SliceQuery { grep: Some("已冻结".into()), ..query_at("/text") };
+        let (pointers, matched) = found(&read_slice(&data, &part, AMPLE).unwrap());
+        assert_eq!(matched, 100, "{text:.80}");
+        assert!(pointers[1].0.ends_with("/3"), "{pointers:?}");
+        let read = read_slice(&data, &query_at(&pointers[1].0), AMPLE).unwrap();
+        assert_eq!(value(&read)["id"], 3);
+    }
+}
