@@ -293,7 +293,7 @@ impl Calls {
         let timeout_ms = request.timeout_ms.or(override_ms).unwrap_or(definition.timeout_ms);
         let timeout_ms = match definition.executor {
             Executor::INTERNAL => timeout_ms.max(min_timeout_ms(&definition.name, &args)),
-            _ => timeout_ms,
+            _ => timeout_ms.min(request.max_timeout_ms.unwrap_or(u64::MAX)),
         };
         let target = self.dispatcher.targets.build_target(tool, request.args.clone());
         let mut call = Call {

@@ -39,6 +39,9 @@ pub struct CallRequest {
     pub call_id: Option<String>,
     /// Time limit in milliseconds for all attempts together, up to 24 h. Default: the tool's.
     pub timeout_ms: Option<u64>,
+    /// Upper limit of the time limit, in milliseconds, whatever sets it. Not part of the request: a
+    /// repeated one may have another.
+    pub max_timeout_ms: Option<u64>,
     /// Time limit in milliseconds of each attempt. Default: the policy's, else an equal part of the
     /// remaining time for each attempt that may follow.
     pub attempt_timeout_ms: Option<u64>,
@@ -92,6 +95,7 @@ impl CallRequest {
             run_id: "run_default".to_owned(),
             call_id: None,
             timeout_ms: None,
+            max_timeout_ms: None,
             attempt_timeout_ms: None,
             input_timeout_ms: None,
             retry: None,

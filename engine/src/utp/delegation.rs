@@ -198,6 +198,8 @@ impl Delegation {
         request.idempotency_key = Some(format!("internal:{}:{index}", call.id));
         request.traceparent = Some(trace::child_traceparent(&parent, call.id.as_str()));
         request.timeout_ms = task.timeout_ms;
+        let agent = self.registry.find_agent_definition(&call.project, &task.agent_id);
+        request.max_timeout_ms = agent.and_then(|agent| agent.profile.limits.ms);
         request.route = Some(Box::new(Route {
             tool_call_id: format!("{}-{index}", route.tool_call_id),
             context_box_id: task.context_box_id.clone().or(route.context_box_id.clone()),

@@ -163,3 +163,30 @@ async fn the_timeout_of_a_join_is_not_shorter_than_its_deadline() {
     let fault = ended.outcome.as_ref().unwrap().error.clone().unwrap();
     assert_eq!(fault.detail.unwrap()["results"][0]["status"], "timeout");
 }
+
+#[tokio::test]
+async fn the_time_limit_of_an_agent_holds_for_its_task_in_a_join() {
+    let store = Arc::default();
+    let engine = start(&store).await;
+    define_agents(&engine).await;
+    let definition = engine.roster().agent_entry(&caller(), "bob").unwrap().definition.unwrap();
+    let mut definition = AgentDefinition { version: 0, ..*definition };
+    definition.profile.limits.ms = Some(100);
+    engine.roster().define_agent(&caller(), definition, None).await.unwrap();
+    let tasks = json!([{ "target_strategy": "new", "target_ref": "bob", "instruction": "x" }]);
+    let fork = engine.calls().invoke(&caller(), fork(json!({ "tasks": tasks }))).await.unwrap();
+    let args = json!({ "expert_profile": "bob", "question": "Why?" });
+    let question = CallRequest::of("ask_expert", Json::from_value(&args));
+    let question = engine.calls().invoke(&caller(), question).await.unwrap();
+    for join in [fork, question] {
+        let ended =
+            engine.calls().wait(&caller(), &join, Until::EndedWithin(20_000)).await.unwrap();
+        assert!(ended.status.is_terminal(), "{ended:?}");
+        let text = format!("{:?}", ended.outcome);
+        assert!(text.to_uppercase().contains("TIMEOUT"), "{text}");
+    }
+    for task in calls_of(&engine, "agent.bob").await {
+        let limit_ms = task.deadline_ms - task.created_ms;
+        assert_eq!((task.status, limit_ms), (Status::Timeout, 100), "{task:?}");
+    }
+}

@@ -270,6 +270,7 @@ async fn invoke_tool(
         args: body.args,
         run_id: body.run_id,
         call_id: body.call_id,
+        max_timeout_ms: None,
         timeout_ms: body.timeout_ms,
         attempt_timeout_ms: body.attempt_timeout_ms,
         input_timeout_ms: body.input_timeout_ms,

@@ -162,6 +162,7 @@ fn to_call_request(
         args,
         run_id: text("run_id")?.unwrap_or_else(|| "run_mcp".to_owned()),
         call_id: text("call_id")?,
+        max_timeout_ms: None,
         timeout_ms: number("timeout_ms")?,
         attempt_timeout_ms: number("attempt_timeout_ms")?,
         input_timeout_ms: number("input_timeout_ms")?,
