@@ -458,3 +458,18 @@ pub struct CardBox {
     /// Time of creation, in Unix milliseconds.
     pub created_ms: u64,
 }
+
+/// Returns the part of the instructions that names the fields of the result.
+pub(crate) fn result_guidance(fields: &[ResultField]) -> String {
+    let lines = fields.iter().map(|field| {
+        let kind = field.kind.as_deref().unwrap_or("any JSON value");
+        let required = if field.required { "" } else { ", optional" };
+        let about = field.description.as_deref().map(|text| format!(": {text}"));
+        format!("- {} ({kind}{required}){}", field.name, about.unwrap_or_default())
+    });
+    let list: Vec<String> = lines.collect();
+    format!(
+        "\n\nYour final answer is one JSON object with these fields, and nothing else:\n{}",
+        list.join("\n")
+    )
+}

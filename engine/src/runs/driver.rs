@@ -168,7 +168,7 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
     let options = RunOptions { model: chosen.name, ..run.options };
     let uncommitted = Mutex::new(UncommittedEvents::default());
     let event_sink = |event: LoopEvent<'_>| record_loop_event(active_run, &uncommitted, &event);
-    let agent_loop = AgentLoop::with_available_tools(
+    let mut agent_loop = AgentLoop::with_available_tools(
         engine,
         &caller,
         chosen.model.as_ref(),
@@ -176,6 +176,7 @@ async fn resume_driver(engine: &Arc<Runs>, active_run: &Arc<ActiveRun>) -> Resul
         &event_sink,
     )?
     .for_stored_run();
+    agent_loop.lineage = run.lineage.as_deref();
     let conversation = Conversation { messages, progress: run.progress };
     let journaled_count = conversation.messages.len();
     let waits = run.status == RunStatus::Waiting && run.queued_messages.is_empty();
@@ -304,7 +305,8 @@ impl RunDriver<'_> {
                     self.commit_progress(record, None).await?;
                 }
                 StepOutcome::HandedOff(handoff) => {
-                    let record = self.step_record(&reply, true);
+                    // A handoff by a late result has no reply.
+                    let record = acts.then(|| self.step_record(&reply, true)).flatten();
                     let transition = Some(RunTransition::HandedOff(handoff));
                     self.commit_progress(record, transition).await?;
                     // The driver starts again, with the model and the tools of the other agent.
@@ -486,9 +488,6 @@ impl RunTransition {
                 let (record, agent) = *handoff;
                 let mut data = json!(record);
                 data["step"] = run.progress.steps.into();
-                if let (None, Some(lineage)) = (&run.options.active_agent, &run.lineage) {
-                    data["from"] = lineage.agent_id.as_str().into();
-                }
                 data["model"] = agent.model.as_ref().unwrap_or(&run.model).as_str().into();
                 run.options.active_agent = Some(Box::new(agent));
                 JournalRecord::new(JournalKind::HandedOff, now_ms, data)

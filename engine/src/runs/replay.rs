@@ -19,6 +19,7 @@ use crate::domain::run::{JournalEntry, JournalKind, Run};
 use crate::ports::core::from_store_error;
 use crate::runs::Runs;
 use crate::runs::agent_loop::{self, EventSink, RecordedCallAnswer, StepOutcome};
+use crate::runs::handoff::instructions_in_run;
 
 /// Maximum number of an agent's versions to search for the one that a handoff named.
 const MAX_VERSIONS: usize = 1_000;
@@ -165,7 +166,7 @@ impl Runs {
         Ok(ActiveAgent {
             agent_id: handoff.to.clone(),
             version: handoff.version,
-            instructions: profile.instructions,
+            instructions: instructions_in_run(profile.instructions, run.lineage.as_deref()),
             model: profile.model,
             tools: profile.tools,
             tool_mode: profile.tool_mode,
@@ -211,14 +212,17 @@ impl Replay {
                 .answer_calls_with(&mut self.conversation, |call| recording.next_result(call));
             self.index += usize::from(!self.is_beyond);
             self.is_beyond |= is_final;
-            let StepOutcome::Answered(answer) = next else {
-                let Some(handoff) = handoff else { continue };
+            // A handoff by a late result may follow a reply without calls.
+            let has_answered = matches!(next, StepOutcome::Answered(_));
+            if let Some(handoff) = handoff.filter(|_| is_final || !has_answered) {
                 let first_message = match handoff.messages {
                     PassedMessages::None => self.conversation.messages.len(),
                     _ => before.saturating_sub(handoff.passed),
                 };
+                self.is_beyond = false;
                 return Ok(AgentEnd::HandedOff(handoff, first_message));
-            };
+            }
+            let StepOutcome::Answered(answer) = next else { continue };
             self.skip_missing_steps();
             if self.index >= self.recording.steps.len() {
                 return Ok(AgentEnd::Answered(answer));

@@ -159,6 +159,9 @@ pub struct RunProgress {
     /// The answer of a result that terminates the run; once set, no request to the model follows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ending: Option<Box<FinalAnswer>>,
+    /// The call of a handoff whose result arrived late; once set, another agent continues.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub late_handoff: Option<CallId>,
     /// Number of calls since the last user message that were refused before they became a tool
     /// call, such as those of unknown tools.
     #[serde(skip_serializing_if = "is_zero")]
@@ -272,6 +275,7 @@ impl Conversation {
             baseline: before.usage_so_far(),
             pending_calls: before.pending_calls,
             pending_reply: before.pending_reply,
+            late_handoff: before.late_handoff,
             harmless_calls: before.harmless_calls,
             tool_search: before.tool_search,
             ..RunProgress::default()

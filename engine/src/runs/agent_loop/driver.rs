@@ -7,11 +7,14 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::{EventSink, LoopEvent, StepOutcome, ending, ignore_events};
+use crate::domain::agent::AgentDefinition;
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
 use crate::domain::json::Json;
 use crate::domain::model_reply::{ModelReply, ToolCallRequest};
+use crate::domain::run::RunLineage;
+use crate::domain::run::handoff::{ActiveAgent, Handoff};
 use crate::domain::run::options::{DEFAULT_RESULT_TOKENS, RunOptions};
 use crate::domain::run::progress::{Conversation, FinalAnswer};
 use crate::domain::tool::Effect;
@@ -27,7 +30,7 @@ use crate::runs::agent_loop::limits;
 use crate::runs::agent_loop::request::ModelRequester;
 use crate::runs::agent_loop::resume::PriorResults;
 use crate::runs::agent_loop::tool_selection::{RequestTools, ToolSelection};
-use crate::runs::handoff::hand_off;
+use crate::runs::handoff::{hand_off, is_handoff, late_handoff_positions};
 use run_state::{RecordedCalls, RunState};
 
 /// Extra time for the last request after the time limit.
@@ -55,6 +58,8 @@ pub struct AgentLoop<'a> {
     keyed_options: Option<Box<RunOptions>>,
     /// The run's context, and the tools that were set for the run.
     run_state: RunState,
+    /// The place of the run among the agents of its tree, if it is that of an agent's call.
+    pub(crate) lineage: Option<&'a RunLineage>,
 }
 
 impl Runs {
@@ -144,6 +149,16 @@ impl<'a> AgentLoop<'a> {
         self.options.active_agent.as_ref().map(|agent| agent.agent_id.as_str())
     }
 
+    /// Hands the conversation off as a call says. See [`hand_off`].
+    fn hand_off(
+        &self,
+        conversation: &mut Conversation,
+        parts: (&Call, AgentDefinition),
+        positions: (usize, usize),
+    ) -> (Handoff, ActiveAgent) {
+        hand_off((self.options, self.lineage), conversation, parts, positions)
+    }
+
     /// Creates a loop that reports its events to `event_sink`. Refuses invalid options.
     pub fn new(
         engine: &'a Arc<Runs>,
@@ -191,6 +206,7 @@ impl<'a> AgentLoop<'a> {
             allows_empty_reply: false,
             keyed_options: None,
             run_state: RunState::new(engine, &options.run_id),
+            lineage: None,
         }
     }
 
@@ -218,7 +234,7 @@ impl<'a> AgentLoop<'a> {
 
     /// Sends a request to the model, unless a reply is already pending. Late results that have
     /// arrived are part of the request. The reply is then in `RunProgress::pending_reply`. There is
-    /// none if a result has ended the run.
+    /// none if a late result has ended the run or hands it off.
     pub async fn request_reply(&mut self, conversation: &mut Conversation) -> Result<(), Error> {
         if conversation.progress.pending_reply.is_some() {
             self.is_reply_resumed = true;
@@ -227,7 +243,7 @@ impl<'a> AgentLoop<'a> {
         self.engine.registry.catalog().check_caller_is_on(self.caller)?;
         self.refresh_run().await?;
         self.add_late_results(conversation).await?;
-        if conversation.progress.ending.is_some() {
+        if conversation.progress.ending.is_some() || conversation.progress.late_handoff.is_some() {
             return Ok(());
         }
         let limits = &self.options.limits;
@@ -315,8 +331,8 @@ impl<'a> AgentLoop<'a> {
         &mut self,
         conversation: &mut Conversation,
     ) -> Result<StepOutcome, Error> {
-        if let Some(answer) = conversation.progress.ending.take() {
-            return Ok(StepOutcome::Answered(end_by_result(conversation, *answer)));
+        if let Some(outcome) = self.conclude_by_late_result(conversation).await? {
+            return Ok(outcome);
         }
         let Some(reply) = conversation.progress.pending_reply.clone() else {
             return Ok(StepOutcome::Continue);
@@ -404,7 +420,8 @@ impl<'a> AgentLoop<'a> {
         if let (Some(call), Some(target)) = (handoff, target) {
             let reason = format!("the conversation was handed off to {}", target.agent_id);
             answer_unneeded_calls(conversation, &caller_calls, &reason);
-            let handed_off = hand_off(self.options, conversation, (&call, target), before);
+            let parts = (&*call, target);
+            let handed_off = self.hand_off(conversation, parts, (before, before));
             return StepOutcome::HandedOff(Box::new(handed_off));
         }
         let is_suspended = conversation.progress.pending_calls.iter().any(|call| call.suspends);
@@ -413,6 +430,26 @@ impl<'a> AgentLoop<'a> {
             true if is_suspended => StepOutcome::Suspended,
             true => StepOutcome::Continue,
         }
+    }
+
+    /// Returns the outcome of a late result that ends the run or hands it off, if there is one.
+    async fn conclude_by_late_result(
+        &self,
+        conversation: &mut Conversation,
+    ) -> Result<Option<StepOutcome>, Error> {
+        if let Some(answer) = conversation.progress.ending.take() {
+            let answer = end_by_result(conversation, *answer);
+            return Ok(Some(StepOutcome::Answered(answer)));
+        }
+        let Some(id) = conversation.progress.late_handoff.clone() else { return Ok(None) };
+        let call = self.engine.calls.call(self.caller, &id).await?;
+        conversation.progress.late_handoff = None;
+        let target = self.engine.handoff_target(&call);
+        Ok(target.map(|target| {
+            let positions = late_handoff_positions(conversation, &call);
+            let handed_off = self.hand_off(conversation, (&call, target), positions);
+            StepOutcome::HandedOff(Box::new(handed_off))
+        }))
     }
 
     /// Answers the calls of the pending reply without executing anything.
@@ -502,7 +539,14 @@ impl<'a> AgentLoop<'a> {
         };
         conversation.progress.usage += cost;
         let count = ended.len();
-        for LateResult { pending: call, content, call: stored } in ended {
+        for LateResult { pending: call, mut content, call: stored } in ended {
+            if let Some(other) = stored.as_ref().filter(|call| is_handoff(call)) {
+                match conversation.progress.late_handoff.is_some() || ending.is_some() {
+                    true => content = limits::late_handoff_content(other),
+                    false if self.engine.handoff_target(other).is_none() => {}
+                    false => conversation.progress.late_handoff = Some(other.id.clone()),
+                }
+            }
             let message = limits::late_message(&call, &content);
             let after_execution = stored.as_deref().and_then(AfterExecution::from_call);
             let event = LoopEvent::LateResult { call: &call, message: &message, after_execution };

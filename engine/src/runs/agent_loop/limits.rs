@@ -255,6 +255,13 @@ pub(super) fn second_handoff_content(first: &Call) -> String {
     fault_content(&Fault::new(Code::Conflict, message).without_side_effect())
 }
 
+/// Returns the content for a handoff whose result arrives after that of another one.
+pub(super) fn late_handoff_content(call: &Call) -> String {
+    let name = model_tool_names::name_for_model(&call.tool_name);
+    let message = format!("not done: another result came before that of {name}");
+    fault_content(&Fault::new(Code::Conflict, message).without_side_effect())
+}
+
 /// Returns the content for a call of the caller's tools that is not returned to the caller.
 pub(super) fn unneeded_call_content(why: &str) -> String {
     fault_content(&Fault::new(Code::Canceled, format!("not done: {why}")).without_side_effect())

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::domain::agent::{AgentDefinition, ResultField};
+use crate::domain::agent::{AgentDefinition, result_guidance};
 use crate::domain::call::Call;
 use crate::domain::caller::Caller;
 use crate::domain::fault::{Code, Error};
@@ -83,19 +83,4 @@ async fn describe_box(utp: &Utp, caller: &Caller, box_id: &str) -> Result<String
         text.push_str(&format!("\nNot shown, too long: {}", omitted.join(", ")));
     }
     Ok(text)
-}
-
-/// Returns the part of the instructions that names the fields of the result.
-fn result_guidance(fields: &[ResultField]) -> String {
-    let lines = fields.iter().map(|field| {
-        let kind = field.kind.as_deref().unwrap_or("any JSON value");
-        let required = if field.required { "" } else { ", optional" };
-        let about = field.description.as_deref().map(|text| format!(": {text}"));
-        format!("- {} ({kind}{required}){}", field.name, about.unwrap_or_default())
-    });
-    let list: Vec<String> = lines.collect();
-    format!(
-        "\n\nYour final answer is one JSON object with these fields, and nothing else:\n{}",
-        list.join("\n")
-    )
 }

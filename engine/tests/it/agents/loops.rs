@@ -137,6 +137,28 @@ async fn a_replay_follows_the_handoffs_of_its_run() {
 }
 
 #[tokio::test]
+async fn an_agent_that_continues_a_run_knows_the_fields_of_its_result() {
+    let mut front = agent("front");
+    front.profile.result_fields =
+        serde_json::from_value(json!([{ "name": "amount", "type": "integer" }])).unwrap();
+    let engine = engine_with(&Arc::default(), vec![front, agent("billing")], |prompt| {
+        ready(match role(prompt).as_str() {
+            "front" => call_with("transfer_to_billing", &json!({})),
+            _ => {
+                let text = json!(prompt.messages).to_string();
+                assert!(text.contains("- amount (integer)"), "{text}");
+                assert!(text.contains("front hands this conversation over to you"), "{text}");
+                says(r#"{"amount":7}"#)
+            }
+        })
+    })
+    .await;
+    let call = call_agent(&engine, "front", json!({ "instruction": "x" })).await;
+    assert_eq!(call.status, Status::Succeeded, "{call:?}");
+    assert_eq!(call.outcome.as_ref().unwrap().data.as_ref().unwrap().to_value()["amount"], 7);
+}
+
+#[tokio::test]
 async fn the_calls_of_an_agent_carry_its_depth() {
     let engine = engine_with(&Arc::default(), vec![agent("a"), agent("b")], |prompt| {
         let results = tool_results(prompt);

@@ -250,3 +250,76 @@ async fn chat_completions_hand_off_too() {
     assert_eq!((&handoff["to"], &handoff["reason"]), (&json!("billing"), &json!("an invoice")));
     assert_eq!(contents(model.requests()[1].messages())[0], "You are billing.");
 }
+
+/// Approves the handoff that waits for a decision.
+async fn approve_handoff(server: &Server) {
+    let operator = server.operator();
+    let pending = until("the handoff to wait", || async {
+        let list = operator.get("/v1/approvals?status=pending").await.is(200);
+        list["approvals"].as_array().unwrap().first().cloned()
+    })
+    .await;
+    let decision = json!({ "approval_id": pending["approval_id"], "verdict": "approve" });
+    operator.post("/v1/approvals/decide", json!({ "decisions": [decision] })).await.is(200);
+}
+
+#[tokio::test]
+async fn a_handoff_that_is_approved_late_takes_place() {
+    let hand = json!({ "messages": "last_n", "n": 1, "reason": "an invoice" });
+    let (server, model) = start_with_agents([
+        tool_call_reply("c1", "transfer_to_billing", &hand),
+        text_reply("I wait."),
+        text_reply("Billing here."),
+    ])
+    .await;
+    let api = server.api();
+    let ask = json!({ "verdict": "ask", "tools": ["handoff.*"] });
+    server.operator().put("/v1/rules/ask", ask).await.is(200);
+    let mut body = front_desk_question();
+    body["policy"] = json!({ "wait_ms": 100 });
+    let started = api.post("/v1/runs", body).await.is(202);
+    let path = format!("/v1/runs/{}", started["run_id"].as_str().unwrap());
+    until("the run to wait", || async {
+        (api.get(&path).await.is(200)["status"] == "WAITING").then_some(())
+    })
+    .await;
+    approve_handoff(&server).await;
+    let run = api.get(&format!("{path}?wait_ms=30000")).await.is(200);
+    assert_eq!(
+        (&run["status"], &run["answer"], &run["active_agent"]),
+        (&json!("SUCCEEDED"), &json!("Billing here."), &json!("billing")),
+        "{run}"
+    );
+    let requests = model.requests();
+    let texts = contents(requests[2].messages());
+    assert_eq!(&texts[..2], ["You are billing.", "My invoice is wrong."], "{texts:?}");
+    assert!(texts.iter().any(|text| text.ends_with(r#"{"assistant":"billing"}"#)), "{texts:?}");
+    assert!(texts.last().unwrap().contains("to you, billing."), "{texts:?}");
+    let events = api.follow(&format!("{path}/events"), None).await;
+    let handoff = events.wait_for("run.handoff").await.data;
+    assert_eq!((&handoff["to"], &handoff["passed"]), (&json!("billing"), &json!(3)), "{handoff}");
+}
+
+#[tokio::test]
+async fn chat_completions_hand_off_after_a_late_approval_too() {
+    let (server, model) = start_with_agents([
+        tool_call_reply("c1", "transfer_to_billing", &json!({})),
+        text_reply("I wait."),
+        text_reply("Billing here."),
+    ])
+    .await;
+    let ask = json!({ "verdict": "ask", "tools": ["handoff.*"] });
+    server.operator().put("/v1/rules/ask", ask).await.is(200);
+    let mut body = front_desk_question();
+    body["toolcrib"] = json!({ "wait_ms": 30_000, "policy": { "wait_ms": 100 } });
+    let (api, decided) = (server.api(), async {
+        until("the second request", || async { (model.requests().len() == 2).then_some(()) }).await;
+        approve_handoff(&server).await;
+    });
+    let (chat, ()) = tokio::join!(api.post("/v1/chat/completions", body), decided);
+    let chat = chat.is(200);
+    assert_eq!(chat["toolcrib"]["handoffs"][0]["to"], "billing", "{chat}");
+    let text = chat["choices"][0]["message"]["content"].as_str().unwrap();
+    assert!(text.ends_with("Billing here."), "{chat}");
+    assert_eq!(contents(model.requests()[2].messages())[0], "You are billing.");
+}
