@@ -24,6 +24,14 @@ pub(crate) struct AttemptEnd {
 }
 
 impl Calls {
+    /// Returns the `traceparent` of a new trace, for a run that was started without one: its calls
+    /// and those of the agents below it then belong to one trace.
+    pub(crate) fn start_trace(&self, now_ms: u64) -> TraceParent {
+        let ids = SpanIds::new(&self.core.id_generator.next_call_id(now_ms), None);
+        let observer = self.core.observer.as_ref();
+        ids.call(observer.is_none_or(|observer| observer.is_sampled(&ids)))
+    }
+
     /// Returns the call's span if it is sampled, otherwise the span of the caller, if any.
     pub fn call_traceparent(&self, call: &Call) -> Option<TraceParent> {
         let Some(observer) = &self.core.observer else { return caller_traceparent(call) };

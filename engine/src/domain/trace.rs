@@ -117,7 +117,7 @@ pub struct SpanIds {
 
 impl SpanIds {
     /// Returns the ids for a call id and the `traceparent` of its request.
-    pub(super) fn new(id: &CallId, traceparent: Option<&str>) -> Self {
+    pub(crate) fn new(id: &CallId, traceparent: Option<&str>) -> Self {
         let parent = traceparent.and_then(|text| text.parse().ok());
         // An id of zeros is invalid.
         let [first, second, call_span, attempt_seed] =

@@ -129,6 +129,7 @@ impl Runs {
         {
             return Ok(joined);
         }
+        let new_trace = || self.calls.start_trace(now_ms).to_string();
         let options = RunOptions {
             run_id: id.clone(),
             idempotency_prefix: Some(id.clone()),
@@ -142,7 +143,7 @@ impl Runs {
                 .unwrap_or_else(|| self.model_request_policy.clone()),
             execution_options: new.execution_options,
             user_id: new.user_id,
-            traceparent: new.traceparent,
+            traceparent: Some(new.traceparent.unwrap_or_else(new_trace)),
             ..RunOptions::default()
         };
         let keyed = self.registry.credentials.has_active_key(caller);

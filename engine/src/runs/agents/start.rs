@@ -8,6 +8,7 @@ use super::messages::{agent_messages, resolve_box};
 use super::run_id_for;
 use super::task::AgentTask;
 use crate::domain::call::Call;
+use crate::domain::derived;
 use crate::domain::fault::{Code, Error, Fault};
 use crate::domain::run::options::{RunLimits, RunOptions};
 use crate::domain::run::{JournalKind, JournalRecord, Run, RunBudget, RunLineage, RunOwner};
@@ -184,7 +185,10 @@ impl Runs {
             },
             model_request_policy: self.model_request_policy.clone(),
             user_id: task.call.origin.user_id.clone(),
-            traceparent: attempt.traceparent.as_ref().map(ToString::to_string),
+            traceparent: Some(match &attempt.traceparent {
+                Some(traceparent) => traceparent.to_string(),
+                None => derived::call_traceparent(&task.call),
+            }),
             depth: lineage.depth,
             ..RunOptions::default()
         }

@@ -356,3 +356,29 @@ async fn a_refusal_that_started_nothing_does_not_warn_of_an_effect() {
         assert!(!fault.message.contains("may have taken effect"), "{fault}");
     }
 }
+
+#[tokio::test]
+async fn the_calls_of_a_tree_belong_to_one_trace() {
+    let engine = engine_with(&Arc::default(), vec![agent("a"), agent("b")], |prompt| {
+        let results = tool_results(prompt);
+        ready(match (role(prompt).as_str(), results.is_empty()) {
+            ("root", true) => calls(&["agent__a", "agent__b"]),
+            ("a" | "b", true) => call_with("run__finish", &json!({ "answer": "done" })),
+            _ => says(results.join(" ")),
+        })
+    })
+    .await;
+    let mut traces = Vec::new();
+    for _ in 0..2 {
+        let id = start_run(&engine, RunRequest::default()).await;
+        wait_for_end(&engine, &id).await;
+        let query = CallQuery { limit: 10, ..CallQuery::default() };
+        let calls = engine.calls().calls(&caller(), query).await.unwrap().calls;
+        let new = calls.iter().map(toolcrib::domain::derived::trace_id_of);
+        traces = new.chain(traces).collect::<Vec<_>>();
+        traces.dedup();
+    }
+    traces.sort();
+    traces.dedup();
+    assert_eq!(traces.len(), 2, "one trace for each tree: {traces:?}");
+}
