@@ -459,7 +459,7 @@ fn grep_finds_matches_across_the_parts_of_a_long_line() {
 
 #[test]
 fn grep_counts_the_rows_of_a_text_that_is_json() {
-    let state = |n: usize| if n % 3 == 0 { "已冻结" } else { "正常" };
+    let state = |n: usize| if n.is_multiple_of(3) { "已冻结" } else { "正常" };
     let rows: Vec<Value> =
         (0..300).map(|n| json!({ "id": n, "state": state(n), "note": "…".repeat(20) })).collect();
     for text in [json!(rows).to_string(), format!("{:#}", json!({ "rows": rows }))] {

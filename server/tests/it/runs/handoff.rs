@@ -295,7 +295,7 @@ async fn a_handoff_that_is_approved_late_takes_place() {
     assert_eq!(&texts[..2], ["You are billing.", "My invoice is wrong."], "{texts:?}");
     assert!(texts.iter().any(|text| text.ends_with(r#"{"assistant":"billing"}"#)), "{texts:?}");
     assert!(texts.last().unwrap().contains("to you, billing."), "{texts:?}");
-    let events = api.follow(&format!("{path}/events"), None).await;
+    let mut events = api.follow(&format!("{path}/events"), None).await;
     let handoff = events.wait_for("run.handoff").await.data;
     assert_eq!((&handoff["to"], &handoff["passed"]), (&json!("billing"), &json!(3)), "{handoff}");
 }
