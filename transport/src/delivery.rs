@@ -114,8 +114,8 @@ impl ResponseDeliveries {
     }
 
     /// Returns a guard for the time in which there is no response yet.
-    pub(crate) fn guard(&self) -> RequesterGuard {
-        RequesterGuard(Some(self.clone()))
+    pub(crate) fn guard(&self) -> UnansweredGuard {
+        UnansweredGuard(Some(self.clone()))
     }
 
     /// Declares that the next frame of the body carries the answer.
@@ -136,16 +136,16 @@ impl ResponseDeliveries {
 }
 
 /// Abandons the deliveries of a request if it is dropped before there is a response.
-pub(crate) struct RequesterGuard(Option<ResponseDeliveries>);
+pub(crate) struct UnansweredGuard(Option<ResponseDeliveries>);
 
-impl RequesterGuard {
+impl UnansweredGuard {
     /// Ends the guard: the response carries the deliveries from now on.
     pub(crate) fn disarm(mut self) {
         self.0 = None;
     }
 }
 
-impl Drop for RequesterGuard {
+impl Drop for UnansweredGuard {
     fn drop(&mut self) {
         if let Some(deliveries) = &self.0 {
             deliveries.abandon();
@@ -232,7 +232,7 @@ struct TrackedBody {
 
 impl Drop for TrackedBody {
     fn drop(&mut self) {
-        // Nobody reads an answer that was not handed over.
+        // The requester does not get an answer that was not handed over.
         self.deliveries.abandon();
     }
 }
