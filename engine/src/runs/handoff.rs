@@ -61,7 +61,7 @@ impl Runs {
 /// Hands a conversation off to an agent as this call says, and adds the message with which the
 /// agent begins. `before` is the number of messages before the step that made the call, `until`
 /// that before the last step. The answer of the run keeps the form that its own agent promises, so
-/// the other agent is told the fields of the result.
+/// the instructions of the other agent name the fields of the result.
 pub(crate) fn hand_off(
     (options, lineage): (&RunOptions, Option<&RunLineage>),
     conversation: &mut Conversation,

@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 
 use super::inbox::derive_inbox_id;
 use super::turns::dispatch::{failed_card_id, step_call_key};
-use super::turns::started::{CommandedCall, is_final};
+use super::turns::started::{
+    CommandedCall, charge_new_call, find_call_behind_refusal, find_started, is_final,
+};
 use crate::calls::request::CallRequest;
 use crate::domain::access_rules::pattern_matches;
 use crate::domain::call::Call;
@@ -126,13 +128,13 @@ impl Utp {
         let agent = self.acting_agent(caller, &command.agent_id, turn.as_ref()).await?;
         // A call that an earlier delivery started is not refused: it may be executing.
         if let Some(fault) = self.find_roster_fault(caller, &command)
-            && self.find_started(&agent, &request).await?.is_none()
+            && find_started(self, &agent, &request).await?.is_none()
         {
             return self.reject(caller, turn, &command, route, fault).await;
         }
         let is_new = self.find_command_call(project, &command).await?.is_none();
         let charge = match &turn {
-            Some(turn) if is_new => match self.charge_new_call(turn, &agent, &request).await? {
+            Some(turn) if is_new => match charge_new_call(self, turn, &agent, &request).await? {
                 Ok(charge) => charge,
                 Err(fault) => {
                     return self.reject(caller, Some(turn.clone()), &command, route, fault).await;
@@ -142,7 +144,7 @@ impl Utp {
         };
         let invoked = match self.calls.invoke(&agent, request.clone()).await {
             Err(Error::Refused { fault, .. }) if is_final(&fault) => {
-                match self.find_call_behind_refusal(&agent, &request, fault).await? {
+                match find_call_behind_refusal(self, &agent, &request, fault).await? {
                     Ok(started) => Ok(started),
                     Err(fault) => return self.reject(caller, turn, &command, route, fault).await,
                 }

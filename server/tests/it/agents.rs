@@ -267,18 +267,20 @@ async fn an_unknown_field_of_an_agent_that_is_only_woken_is_refused_on_every_way
         assert!(!ran.status.success(), "{words:?}");
         String::from_utf8(ran.stderr).unwrap()
     };
-    for (yaml, toml, expected) in [
-        ("allowed_tool: [a.*]", "allowed_tool = [\"a.*\"]", "did you mean `allowed_tools`?"),
-        ("wakeup_url: https://x", "wakeup_url = \"https://x\"", "unknown field `wakeup_url`"),
+    let typo = ["did you mean `allowed_tools`?", "there is no setting agents.0.allowed_tool"];
+    let unused = ["unknown field `wakeup_url`"; 2];
+    for (yaml, toml, [expected, in_configuration]) in [
+        ("allowed_tool: [a.*]", "allowed_tool = [\"a.*\"]", typo),
+        ("wakeup_url: https://x", "wakeup_url = \"https://x\"", unused),
     ] {
         let agents = format!("agents:\n- agent_id: ada\n  worker_target: w\n  {yaml}\n");
         std::fs::write(&file, agents).unwrap();
         let agents = format!("[[agents]]\nagent_id = \"ada\"\nworker_target = \"w\"\n{toml}\n");
         std::fs::write(&config, agents).unwrap();
-        for words in [
-            ["agents", "apply", &file, "--server", &url],
-            ["agents", "apply", &file, "--data-dir", &data],
-            ["serve", "--config", &config, "--data-dir", &data],
+        for (words, expected) in [
+            (["agents", "apply", &file, "--server", &url], expected),
+            (["agents", "apply", &file, "--data-dir", &data], expected),
+            (["serve", "--config", &config, "--data-dir", &data], in_configuration),
         ] {
             let message = refused(&words).await;
             assert!(message.contains(expected), "{words:?}: {message}");

@@ -5,7 +5,9 @@ use futures::future::join_all;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::started::{add_step, is_final, used_calls};
+use super::started::{
+    add_step, charge_new_call, find_call_behind_refusal, find_started, is_final, used_calls,
+};
 use super::{
     MAX_CONFLICT_RETRIES, bump_version, conflict, invalid, open_step_call_ids, too_many_conflicts,
 };
@@ -353,13 +355,13 @@ impl Utp {
         // A call that an earlier request started is not refused: it may be executing.
         let refused = self.find_step_call_fault(agent, call, state.inbox_open);
         if let Some(fault) = refused
-            && self.find_started(agent, &invocation).await?.is_none()
+            && find_started(self, agent, &invocation).await?.is_none()
         {
             return self.record_failed_call(turn, &route, call, &args.to_value(), &fault).await;
         }
         let charge = match state.is_charged {
             true => None,
-            false => match self.charge_new_call(turn, agent, &invocation).await? {
+            false => match charge_new_call(self, turn, agent, &invocation).await? {
                 Ok(charge) => charge,
                 Err(fault) => {
                     let args = args.to_value();
@@ -370,7 +372,7 @@ impl Utp {
         let invoked = match self.calls.invoke(agent, invocation).await {
             Err(Error::Refused { fault, .. }) if is_final(&fault) => {
                 let request = build_invocation(turn, &route, call, args.clone());
-                match self.find_call_behind_refusal(agent, &request, fault).await? {
+                match find_call_behind_refusal(self, agent, &request, fault).await? {
                     Ok(started) => Ok(started),
                     Err(fault) => {
                         let args = args.to_value();

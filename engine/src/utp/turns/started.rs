@@ -22,49 +22,47 @@ pub(crate) struct CommandedCall {
     pub(crate) charge: Option<CallCharge>,
 }
 
-impl Utp {
-    /// Charges a call that its turn is not stored with. Returns the fault if the budget is used up
-    /// and the call has not started: an earlier request may have started it before it failed.
-    pub(crate) async fn charge_new_call(
-        &self,
-        turn: &Turn,
-        agent: &Caller,
-        request: &CallRequest,
-    ) -> Result<Result<Option<CallCharge>, Fault>, Error> {
-        match self.charge_call(turn, false).await? {
-            Err(_) if self.find_started(agent, request).await?.is_some() => {
-                self.charge_call(turn, true).await
-            }
-            charged => Ok(charged),
+/// Charges a call that its turn is not stored with. Returns the fault if the budget is used up
+/// and the call has not started: an earlier request may have started it before it failed.
+pub(crate) async fn charge_new_call(
+    utp: &Utp,
+    turn: &Turn,
+    agent: &Caller,
+    request: &CallRequest,
+) -> Result<Result<Option<CallCharge>, Fault>, Error> {
+    match utp.charge_call(turn, false).await? {
+        Err(_) if find_started(utp, agent, request).await?.is_some() => {
+            utp.charge_call(turn, true).await
         }
+        charged => Ok(charged),
     }
+}
 
-    /// Returns the call that was made under the idempotency key of this request, if there is one.
-    pub(crate) async fn find_started(
-        &self,
-        agent: &Caller,
-        request: &CallRequest,
-    ) -> Result<Option<CreateCallResult>, Error> {
-        let Some(key) = build_idempotency_key(agent, request) else { return Ok(None) };
-        let found = self.core.store.find_by_idempotency_key(&agent.project, &key).await;
-        let found = found.map_err(from_store_error)?;
-        Ok(found.filter(|found| !matches!(found, CreateCallResult::New)))
-    }
+/// Returns the call that was made under the idempotency key of this request, if there is one.
+pub(crate) async fn find_started(
+    utp: &Utp,
+    agent: &Caller,
+    request: &CallRequest,
+) -> Result<Option<CreateCallResult>, Error> {
+    let Some(key) = build_idempotency_key(agent, request) else { return Ok(None) };
+    let found = utp.core.store.find_by_idempotency_key(&agent.project, &key).await;
+    let found = found.map_err(from_store_error)?;
+    Ok(found.filter(|found| !matches!(found, CreateCallResult::New)))
+}
 
-    /// Returns the call that an earlier request made, if this one is refused: the call may be
-    /// executing, although the rules would refuse it now.
-    pub(crate) async fn find_call_behind_refusal(
-        &self,
-        agent: &Caller,
-        request: &CallRequest,
-        refusal: Fault,
-    ) -> Result<Result<Arc<Call>, Fault>, Error> {
-        match self.find_started(agent, request).await? {
-            None | Some(CreateCallResult::New) => Ok(Err(refusal)),
-            Some(CreateCallResult::Replayed(call)) => Ok(Ok(Arc::from(call))),
-            // It is another request with the same id, or this one under another name of its tool.
-            Some(CreateCallResult::Mismatch(_)) => Err(refusal.into()),
-        }
+/// Returns the call that an earlier request made, if this one is refused: the call may be
+/// executing, although the rules would refuse it now.
+pub(crate) async fn find_call_behind_refusal(
+    utp: &Utp,
+    agent: &Caller,
+    request: &CallRequest,
+    refusal: Fault,
+) -> Result<Result<Arc<Call>, Fault>, Error> {
+    match find_started(utp, agent, request).await? {
+        None | Some(CreateCallResult::New) => Ok(Err(refusal)),
+        Some(CreateCallResult::Replayed(call)) => Ok(Ok(Arc::from(call))),
+        // It is another request with the same id, or this one under another name of its tool.
+        Some(CreateCallResult::Mismatch(_)) => Err(refusal.into()),
     }
 }
 

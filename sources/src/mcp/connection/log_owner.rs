@@ -37,7 +37,7 @@ struct Outstanding {
     tasks_begun: u64,
 }
 
-/// What an upstream does for callers over one connection.
+/// The work that an upstream does for callers over one connection.
 #[derive(Clone, Default)]
 pub(super) struct LogOwner(Arc<Mutex<Outstanding>>);
 
@@ -65,7 +65,8 @@ impl LogOwner {
         self.0.lock().work.remove(&Work::Request(id.clone()));
     }
 
-    /// Records that the caller no longer waits for a request. The upstream may work on it for a while.
+    /// Records that the caller no longer waits for a request. The upstream may work on it for a
+    /// while.
     pub(super) fn record_given_up(&self, id: &RequestId) {
         self.give_up(&Work::Request(id.clone()));
     }
