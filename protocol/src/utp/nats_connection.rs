@@ -16,8 +16,8 @@ use async_nats::jetstream::message::PublishMessage;
 use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType, Stream};
 use async_nats::{Client, ConnectOptions, HeaderMap};
 use futures::StreamExt;
-use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
+use tokio::sync::{Mutex, Notify};
 
 use super::wire;
 use crate::utp::card_followers::CardFollowers;
@@ -75,6 +75,9 @@ pub struct NatsConnection {
     version: Arc<str>,
     on_connected: Arc<Notify>,
     are_streams_ready: Arc<AtomicBool>,
+    /// Held while the streams are checked: several tasks need them at the start, and one check is
+    /// enough.
+    stream_check: Arc<Mutex<()>>,
     /// The duplicate window of the command stream, which another program may have created.
     duplicate_window_ms: Arc<AtomicU64>,
     followers: Arc<CardFollowers>,
@@ -133,6 +136,7 @@ impl NatsConnection {
             version,
             on_connected,
             are_streams_ready,
+            stream_check: Arc::default(),
             duplicate_window_ms: Arc::default(),
             followers: Arc::default(),
             outbox_down: Arc::default(),
@@ -219,6 +223,10 @@ impl NatsConnection {
 
     /// Creates the streams that are missing.
     pub async fn ensure_streams(&self) -> Result<(), NatsPublishError> {
+        if self.are_streams_ready.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _checking = self.stream_check.lock().await;
         if self.are_streams_ready.load(Ordering::Acquire) {
             return Ok(());
         }

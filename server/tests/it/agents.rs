@@ -258,7 +258,7 @@ async fn an_unknown_field_of_an_agent_that_is_only_woken_is_refused_on_every_way
     let server = Server::start().await;
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
-    let (file, config, data) = (path("agents.yaml"), path("toolcrib.toml"), path("data"));
+    let (file, config, data) = (path("agents.yaml"), path("agents.toml"), path("data"));
     let url = format!("http://{}", server.address);
     let refused = async |words: &[&str]| {
         let mut command = std::process::Command::new(crate::support::process::TOOLCRIB);
@@ -267,7 +267,8 @@ async fn an_unknown_field_of_an_agent_that_is_only_woken_is_refused_on_every_way
         assert!(!ran.status.success(), "{words:?}");
         String::from_utf8(ran.stderr).unwrap()
     };
-    let typo = ["did you mean `allowed_tools`?", "there is no setting agents.0.allowed_tool"];
+    let typo =
+        ["did you mean `allowed_tools`?", "agents.toml: there is no setting agents.0.allowed_tool"];
     let unused = ["unknown field `wakeup_url`"; 2];
     for (yaml, toml, [expected, in_configuration]) in [
         ("allowed_tool: [a.*]", "allowed_tool = [\"a.*\"]", typo),

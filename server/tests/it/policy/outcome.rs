@@ -136,7 +136,7 @@ async fn a_timeout_error_says_whether_the_call_took_effect() {
     let mut client = Ws::hello(&api, "c1", json!({})).await;
     for (tool, expected, retryable) in [
         ("reads.tool", "it only reads, so calling again is safe", true),
-        ("acts.tool", "it was in flight and may have taken effect", false),
+        ("acts.tool", "it was in flight: it may have taken effect, so a retry is not safe", false),
     ] {
         // With retries, the first attempt would have a third of the time.
         let mut once = short(1_500);
